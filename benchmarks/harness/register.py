@@ -430,4 +430,4 @@ TABLE = {
 }
 
 # Names of the rows in the README's table, in the order of the table. The table leaves out rows that have no result.
-HEADLINE = ("0_6b-packed", "generation-256", "tiny-cpu")
+HEADLINE = ("trl-0_6b", "generation-256", "0_6b-packed")

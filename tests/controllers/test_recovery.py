@@ -217,7 +217,9 @@ SLOW = pytest.mark.slow
         pytest.param({("optim_step", 12): "raises"}, 2, id="in a step", marks=SLOW),
         pytest.param({("optim_step", 12): "raises"}, 0, id="in a step, without checkpoints"),
         pytest.param({("forward_backward", 24): "other"}, 2, id="an error of another rank comes first", marks=SLOW),
-        pytest.param({("push", 5): "hangs", ("push", 6): "hangs"}, 2, id="twice, the second time in the recovery"),
+        pytest.param(
+            {("push", 5): "hangs", ("push", 6): "hangs"}, 2, id="twice, the second time in the recovery", marks=SLOW
+        ),
     ],
 )
 def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed_run(

@@ -312,7 +312,13 @@ def whole(run, tmp_path) -> RunFolder:
     return folder
 
 
-@pytest.mark.parametrize("written", [True, False], ids=["between checkpoints", "while a checkpoint is written"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param(True, id="between checkpoints"),
+        pytest.param(False, id="while a checkpoint is written", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written):
     expected = lines(whole)
     assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6

@@ -116,6 +116,7 @@ def newest_step(folder: RunFolder) -> int | None:
     return checkpoints.read(newest)["step"] if newest else None
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_a_run_finishes_its_step_saves_a_checkpoint_and_leaves_one_panel_on_the_screen(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 3, marker=marker)

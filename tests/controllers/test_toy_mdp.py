@@ -205,6 +205,7 @@ def test_ppo_solves_the_task_and_the_critic_learns_the_known_values(engines):
         assert values_of(critic, cue, RIGHT_ACTION) == pytest.approx((known, 1.0), abs=0.05)
 
 
+@pytest.mark.slow
 def test_ppo_fails_the_task_if_the_values_are_shifted_by_one_state(engines):
     policy, critic = engines
     asyncio.run(train(policy, ShiftedCritic(critic)))

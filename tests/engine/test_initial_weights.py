@@ -42,7 +42,6 @@ QUICK = {
     ("FSDP2", "tied, drawn"),
     ("TP2", "untied, drawn"),
     ("CP2", "tied, drawn"),
-    ("FSDP2xTP2", "untied, drawn"),
     ("PP2", "four blocks, drawn"),
     ("FSDP2, EP2", "experts, drawn"),
 }

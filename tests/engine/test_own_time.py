@@ -59,7 +59,7 @@ def own_times(parallelism: dict[str, Any], fields: dict[str, Any]) -> list[list[
             id="recomputed",
             marks=pytest.mark.slow,
         ),
-        pytest.param(layout(tensor=2), {"model": UNTIED}, id="tensor"),
+        pytest.param(layout(tensor=2), {"model": UNTIED}, id="tensor", marks=pytest.mark.slow),
         pytest.param(layout(pipeline=2), {"model": UNTIED}, id="pipeline", marks=pytest.mark.slow),
         pytest.param(layout(shard=2, expert=2), {"model": EXPERTS}, id="experts", marks=pytest.mark.slow),
     ],
@@ -82,6 +82,7 @@ def modules_of(parallelism: dict[str, Any], fields: dict[str, Any]) -> list[str]
     return [names[module] for module in local_modules(engine.built.model, engine.config)]
 
 
+@pytest.mark.slow
 def test_no_module_with_a_collective_is_measured(run):
     whole = ["layers.0", "layers.1"]
     attention = [f"{name}.attention.inner_attention" for name in whole]

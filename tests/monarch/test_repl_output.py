@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import GUARD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ unread = trainer.push_model_state_dict(), trainer.info(), generator.generate([[3
 """
 
 
+@pytest.mark.slow
 def test_a_session_with_a_dead_trainer_says_so_and_shows_nothing_of_other_packages():
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", None)

@@ -105,6 +105,7 @@ def service(tmp_path_factory):
     assert (status, rest) == (128 + signal.SIGTERM, "the service ends: SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_a_step_of_a_client_has_no_gradients_of_other_clients_even_if_one_is_killed_in_its_step(service):
     """Three clients train. One is killed after its forward_backward and before its optim_step.
 

@@ -2,6 +2,7 @@
 
 from itertools import chain
 
+import pytest
 from own_models import save_model
 
 from rl_actors import GeneratorClient, GeneratorConfig, SamplingParams, TrainerClient, TrainerConfig
@@ -20,6 +21,7 @@ def cut(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
+@pytest.mark.slow
 def test_a_generator_of_a_trainer_stops_at_the_end_tokens_of_its_model_and_ignores_them_if_it_is_asked(tmp_path):
     model = save_model(tmp_path / "model")
     stops = stop_token_ids(tmp_path / "model")

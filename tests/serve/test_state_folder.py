@@ -44,6 +44,7 @@ def test_a_second_server_on_a_folder_is_refused_until_the_first_ends(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_server_that_is_still_starting(tmp_path):
     command = [sys.executable, "-m", "controllers.tinker_server", "--config", "tiny_chat", "--address", "127.0.0.1:0"]
     command += ["--state", str(tmp_path / "state")]
