@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from rl_actors.processes import kernel_caches
 
@@ -27,6 +28,12 @@ def test_a_variable_of_the_user_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
     found = kernel_caches.environment()
     assert "TRITON_CACHE_DIR" not in found and "VLLM_CACHE_ROOT" in found
+
+
+def test_torchs_own_folder_is_not_taken_for_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv(kernel_caches.VARIABLE, str(tmp_path))
+    cache_dir()  # sets the variable
+    assert kernel_caches.environment()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 
 def test_without_a_writable_folder_the_packages_use_their_own(monkeypatch, tmp_path):

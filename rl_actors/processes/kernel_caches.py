@@ -14,6 +14,7 @@ FOLDERS = {
     "QUACK_CACHE_DIR": "quack",
 }
 SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # by default every process compiles anew
+TORCHS_OWN = "torchinductor_"  # prefix of the name of torch's folder in /tmp
 logger = logging.getLogger(__name__)
 
 
@@ -32,4 +33,6 @@ def environment() -> dict[str, str]:
         logger.info("no folder for compiled kernels: %s", error)
         return {}
     wanted = SWITCHES | {name: str(folder / part) for name, part in FOLDERS.items()}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    # torch itself sets its variable, in a process that has asked for its folder
+    given = {name for name in wanted if not Path(os.environ.get(name, TORCHS_OWN)).name.startswith(TORCHS_OWN)}
+    return {name: value for name, value in wanted.items() if name not in given}
