@@ -31,14 +31,18 @@ MIB = 1 << 20
 
 
 class Watch:
-    """Two threads: one asks for /healthz again and again, the other reads the memory of the server's processes."""
+    """Three threads: one asks for /healthz again and again, one reads the memory of the server's processes, and one only sleeps.
+
+    How late the sleeper wakes tells how busy this machine and this process are. The server is not to blame for that part.
+    """
 
     def __init__(self, url: str, pid: int) -> None:
         self.url, self.pid = url, pid
         self.slowest = 0.0
+        self.latest = 0.0
         self.largest: dict[str, int] = {}
         self.is_over = False
-        self.threads = [threading.Thread(target=each) for each in (self._ask, self._read)]
+        self.threads = [threading.Thread(target=each) for each in (self._ask, self._read, self._sleep)]
         for thread in self.threads:
             thread.start()
 
@@ -56,9 +60,16 @@ class Watch:
                 self.largest[name] = max(size, self.largest.get(name, 0))
             time.sleep(0.05)
 
+    def _sleep(self) -> None:
+        while not self.is_over:
+            begin = time.perf_counter()
+            time.sleep(0.01)
+            self.latest = max(self.latest, time.perf_counter() - begin - 0.01)
+
     def take(self) -> tuple[float, dict[str, int]]:
-        found = self.slowest, dict(self.largest)
-        self.slowest, self.largest = 0.0, {}
+        """(seconds of the slowest answer beyond the sleeper's delay, bytes of each process at most) since the last call."""
+        found = max(0.0, self.slowest - self.latest), dict(self.largest)
+        self.slowest, self.latest, self.largest = 0.0, 0.0, {}
         return found
 
     def end(self) -> None:
