@@ -126,9 +126,10 @@ class GRPOConfig(RunConfig):
         return self.updates_per_step * self.epochs_per_step
 
     def kl(self, coefficient: float | None = None) -> KL:
-        """coefficient: of a checkpoint."""
+        """coefficient: of a checkpoint, which only counts if kl_control moves it."""
         estimator = self.reference_kl_estimator or ("k3" if self.reference_kl_in == "loss" else "k1")
-        return KL(coefficient=coefficient or self.reference_kl, estimator=estimator)
+        moved = None if self.kl_control.target is None else coefficient
+        return KL(coefficient=self.reference_kl if moved is None else moved, estimator=estimator)
 
     def make_loss(self, kl: KL | None = None) -> Loss:
         """kl: its KL term, if it has one. Raises ValueError for an option it lacks, or out of range."""
@@ -233,9 +234,13 @@ async def with_columns_of_loss(
     """The samples with the columns that the loss reads.
 
     With a correction that reweights, old_logprobs are the trainer's from before the update, and
-    generator_logprobs the generator's.
+    generator_logprobs the generator's. Raises ValueError if the loss needs a reference that is None.
     """
     columns, optional = columns_of(loss)
+    if "ref_logprobs" in columns and not reference:
+        raise ValueError(
+            f"reference_kl={run.config.reference_kl}: the loss needs a reference; start_reference makes one"
+        )
     if "generator_logprobs" in columns:
         async with run.training():
             samples = await with_trainer_logprobs(run, samples)

@@ -66,7 +66,8 @@ class SFTPhase:
         return {"cursor": self.cursor, "recent": list(self.recent)}
 
     def should_stop(self) -> bool:
-        return fmean(self.recent) > self.config.stop_at_answer_probability
+        recent = self.recent
+        return len(recent) == recent.maxlen and fmean(recent) > self.config.stop_at_answer_probability
 
     async def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step on the next problems; returns its metrics."""

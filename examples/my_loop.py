@@ -14,12 +14,12 @@ from torch import Tensor
 
 from configs.blank import blank
 from controllers.environments import EnvironmentConfig, Problem
-from controllers.grpo import GRPOConfig, make_queue, sync
+from controllers.grpo import GRPOConfig, make_queue, sync, with_columns_of_loss
 from controllers.program.cli import Configs
 from controllers.program.launch import main
 from controllers.run.run import Run
 from controllers.run.update import chunks
-from rl_actors import PPO, OptimParams, num_loss_tokens
+from rl_actors import OptimParams, num_loss_tokens
 
 
 class LastDigit:
@@ -90,12 +90,16 @@ async def train(run: Run[MyConfig]) -> None:
             with run.timer("generate"):
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()
-            if batch.samples:  # there are none if the rewards of every group are equal
+            if (
+                batch.samples
+            ):  # there may be none with a rule of rollouts.advantages, if the rewards of every group are equal
+                loss = config.make_loss()  # by --loss and --correction
+                samples = await with_columns_of_loss(run, batch.samples, loss, reference=None)
                 async with run.training():
-                    for chunk in chunks(batch.samples, config.samples_per_forward_backward):
-                        await run.trainer.forward_backward(chunk, loss=PPO())
+                    for chunk in chunks(samples, config.samples_per_forward_backward):
+                        await run.trainer.forward_backward(chunk, loss=loss)
                     params = OptimParams(
-                        learning_rate=config.learning_rate(step), grad_divisor=num_loss_tokens(batch.samples)
+                        learning_rate=config.learning_rate(step), grad_divisor=num_loss_tokens(samples)
                     )
                     result = await run.trainer.optim_step(params)
                 async with rollouts.update():

@@ -77,10 +77,12 @@ def test_the_loop_in_the_readme_takes_the_flags_of_every_loop(tmp_path):
 @pytest.mark.slow
 def test_the_loop_in_the_readme_trains(tmp_path):
     (tmp_path / "my_loop.py").write_text(PROGRAMS[LOOP])
-    flags = ["--steps", "2", "--groups", "8", "--task", "tests.fakes:parity_reward", "--output-dir", "run"]
-    run([sys.executable, "my_loop.py", *flags], tmp_path)
+    run([sys.executable, "my_loop.py", "--steps", "4", "--output-dir", "run"], tmp_path)
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [(record["phase"], record["mine/prompts"] >= 8) for record in records] == [("mine", True)] * 2
+    mine = [record for record in records if record["phase"] == "mine"]
+    assert len(mine) == 4 and all(record["mine/prompts"] >= 8 for record in mine)
+    # after the supervised steps the policy is good enough to learn from its rewards
+    assert all(record["reward/mean"] > 0.1 and "grad_norm" in record for record in mine)
     assert "mine" in (tmp_path / "run/report.html").read_text()
 
 

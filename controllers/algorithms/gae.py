@@ -48,12 +48,8 @@ def estimate(
 
     values: [T_n], of the state before each token. rewards: [T_n]. is_action: [T_n] bool.
     last_values: of the state after the last action, 0 if not cut off. What is no action may be NaN.
-
     With d_a = r_a + γ V_{a+1} - V_a: advantage_a = sum_{k >= 0} (γ λ)^k d_{a+k}, and return_a is
     V_a plus that sum with the critic's λ.
-
-    Two actions, γ = λ = 1, values 0.5, 0.75, rewards 0, 1 -> advantages 0.5, 0.25, returns 1, 1.
-
     Raises ValueError if lengths differ, or for a sequence without actions.
     """
     counts = [len(rows) for rows in (values, rewards, is_action, last_values)]

@@ -37,7 +37,6 @@ class KLControlConfig:
         within max_error; unchanged without a target.
 
         divergence: mean of this step, per token. Raises ValueError for NaN with a target.
-        Target 0.01, gain 0.1, max_error 0.2, coefficient 1: 0.02 -> 1.02, 0.009 -> 0.99.
         """
         if self.target is None:
             return kl

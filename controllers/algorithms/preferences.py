@@ -36,11 +36,7 @@ class DPO:
     The reward of a completion is beta * sum(logprobs - ref_logprobs), weighted by loss_weights (1
     at its tokens, else 0); the margin is the chosen reward minus the rejected. The gradient at each
     logprob is -beta * sigmoid(-margin) for the chosen completion, + for the rejected.
-
     Columns: loss_weights, ref_logprobs. For forward_backward_custom, which sees whole pairs.
-
-    One pair, one token each, beta 0.5, log ratios 2 and 0 -> margin 1, loss log(1 + exp(-1)) =
-    0.3133, gradients -0.1345 and 0.1345.
     """
 
     beta: float = 0.1

@@ -42,9 +42,6 @@ class Reference:
         (arXiv 2402.14740). It is divided by the group's standard deviation if R is. Only with k1,
         whose sum is log(p_generator / p_reference), is the expected policy gradient that of the KL
         divergence. temperature: of the completions.
-
-        Two completions of two tokens, rewards 1 and 0, k1, coefficient 0.1, differences of logprobs
-        0.5 and 0 at each token -> R = 0.9 and 0.
         """
         samples: list[Sample] = []
         for group in groups:

@@ -33,8 +33,6 @@ class ScheduleConfig:
         In W warm-up steps, step n has n / W of the full rate. The first step after them still has
         the full rate, step total_steps + 1 min_ratio of it. linear_warmup_linear with learning_rate
         1, 4 steps -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
-
-        Raises ValueError if a field is out of range.
         """
         self.validate()
         return partial(self._rate, total_steps if self.total_steps is None else self.total_steps)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,9 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
 
 def described(error: BaseException) -> str:
     """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)", the innermost place of the user's."""
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
     hidden = (__file__, importlib.__file__, "<frozen")
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(hidden)]
+    frames = [each for each in frames if not each.filename.startswith(libraries)] or frames
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -101,7 +101,7 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
         _require_devices(invocation, controller)
         if invocation.plan:
             return
-        invocation = _with_checkpoint(invocation)
+        invocation = _with_checkpoint(invocation, controller)
         config, task = _with_task(invocation.config)
         invocation = replace(invocation, config=config)
         if invocation.dry_run and config.has_generator:
@@ -167,9 +167,9 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
     describe_plan.require_memory(config, trains=not invocation.eval_only)
 
 
-def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
+def _with_checkpoint(invocation: cli.Invocation, loop: str) -> cli.Invocation:
     """With the newest checkpoint in the place of a run's folder in eval_only. Of a resumed run, sets
-    damaged checkpoints aside (except in a dry run) and checks the config.
+    damaged checkpoints aside (except in a dry run) and checks the loop and the config.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -178,6 +178,11 @@ def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
         invocation = replace(invocation, eval_only=checkpoint)
     if invocation.resume:
         folder = RunFolder(invocation.resume)
+        own = json.loads(folder.start.read_text()).get("loop", loop) if folder.start.exists() else loop
+        if Path(own).name != Path(loop).name:
+            raise ValueError(
+                f"--resume {folder.path}: this run's loop is {own}, which must continue it, and not {loop}"
+            )
         if not invocation.dry_run:
             for line in checkpoints.set_aside_damaged(folder.checkpoints):
                 print(line, flush=True)
@@ -328,8 +333,7 @@ async def _train(
     config = invocation.config
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
-    command = shlex.join([*started_as(module_of(train)).split(" "), *sys.argv[1:]])
-    _prepare(folder, config, task.environment, command)
+    _prepare(folder, config, task.environment, module_of(train))
     try:
         with MetricsLogger(
             folder,
@@ -371,13 +375,14 @@ async def _train(
     return 0
 
 
-def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment, command: str) -> None:
+def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment, loop: str) -> None:
     """Remove incomplete checkpoints, and write what a resumed run needs to the run's folder."""
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
     if not folder.start.exists():  # a resumed run keeps the command that began it
-        start = {"command": command, "time": datetime.now().isoformat(timespec="minutes")}
+        command = shlex.join([*started_as(loop).split(" "), *sys.argv[1:]])
+        start = {"loop": loop, "command": command, "time": datetime.now().isoformat(timespec="minutes")}
         folder.start.write_text(json.dumps(start, indent=2))
     if not folder.held_out.exists():
         before = config.held_out_before()

@@ -149,7 +149,7 @@ class Group:
         return min(min(completion.policy_versions) for completion in self.completions)
 
     def is_trainable(self) -> bool:
-        """False for a filtered group, whose advantages are all 0; with gae always True."""
+        """False for a filtered group: equal rewards, by a rule of ADVANTAGES without a signal."""
         return not self.drop_if_equal or not are_equal(self.rewards)
 
 
@@ -429,7 +429,7 @@ class Rollouts:
             overlong_penalties=overlong,
             components=scored.components,
             num_retries=scored.num_retries,
-            drop_if_equal=self.config.advantage != "gae",
+            drop_if_equal=self.config.advantage in ADVANTAGES,
             episodes=list(episodes),
         )
 

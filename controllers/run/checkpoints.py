@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from controllers.observe.run_folder import naming
 from rl_actors.json_files import read_object
@@ -29,8 +30,21 @@ STATE = "state.json"
 CHECKSUMS = "checksums.json"
 CRITIC_FOLDER = "critic"  # of PPO's value model, in a checkpoint
 
+JSON = TypeAdapter(dict[str, JsonValue])
 State = dict[str, Any]
 """The loop's: "step" (steps done), "cursor" (first problem not drawn), "random", "config", …"""
+
+
+def require_state(state: State) -> None:
+    """Raises ValueError for a loop's state that a checkpoint would not give back as it is."""
+    try:
+        JSON.validate_python(state)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = f"end_step: state[{fault['loc'][0]!r}] has {fault['input']!r}"
+        raise ValueError(f"{where}; it must be JSON: lists, dicts with str keys, str, numbers, bool, None") from None
+    if "step" not in state or {"config", "random"} & state.keys():
+        raise ValueError(f'end_step: state has {", ".join(state)}; it needs "step", and not "config" or "random"')
 
 
 class Checkpoints:

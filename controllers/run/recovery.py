@@ -1,8 +1,7 @@
 """Recovers a run inside its process: after a death it goes on from the newest complete checkpoint.
 
 The dead actor is replaced, random states, trainer and loop state are loaded, and the training
-function is called again; it repeats the steps after the checkpoint with the same rollouts, as far as
-they are kept. GeneratorClient replaces generators itself; with `--hosts`, see restart_process.py.
+function is called again; it repeats later steps with the same rollouts, as far as they are kept.
 """
 
 import asyncio

@@ -18,9 +18,6 @@ PROGRAM = "program"  # `restart` in restarts.jsonl for a new process
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, on_event: Callable[[str], None]) -> bool:
     """True if the run can be resumed. on_event: gets the reason if it cannot, unless the config
     forbids it (return_timeout, max_restarts_per_hour or checkpoint_every is 0).
-
-    A line of restarts.jsonl comes before the wait for workers; the number of these lines in an hour
-    is limited.
     """
     limit = config.survival.max_restarts_per_hour
     timeout = config.hosts.return_timeout

@@ -16,7 +16,7 @@ from controllers.rollouts.evaluation import EvaluationSet, Evaluator
 from controllers.rollouts.groups import Penalty, RolloutConfig, Rollouts
 from controllers.rollouts.tokenizer import Tokenizer
 from controllers.run.actors import CLOSE_TIMEOUT, Actors, Setup
-from controllers.run.checkpoints import Checkpoints, State, random_states
+from controllers.run.checkpoints import Checkpoints, State, random_states, require_state
 from controllers.run.colocation import Colocated, Colocation
 from controllers.run.config import RunConfig
 from controllers.run.gate import Gate
@@ -158,9 +158,10 @@ class Run(Generic[Config]):
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
         """Keep the loop's state after a step, and begin to write a checkpoint if one is due.
 
-        phase_step: number of the step in its phase. Raises Interrupted after a signal, except after
-        a phase's last step, and RuntimeError or OSError if the former checkpoint was not written.
+        state: JSON, with "step". phase_step: the step's number in its phase. Raises Interrupted after a
+        signal, but after a phase's last step, and the error of the former checkpoint's writing.
         """
+        require_state(state)
         # Rollouts of the next steps may draw random numbers before the checkpoint is written.
         self.supervision.last_state = state | {"config": asdict(self.config), "random": random_states()}
         if is_last or (self.config.checkpoint_every and phase_step % self.config.checkpoint_every == 0):

@@ -52,7 +52,11 @@ class ReplayedStep:
 
     @property
     def num_bytes(self) -> int:
-        return BYTES_PER_TOKEN * sum(len(sample) for sample in self.batch.samples)
+        """Of all groups, also the filtered ones."""
+        groups = self.batch.groups
+        return BYTES_PER_TOKEN * sum(
+            len(one.tokens) + len(group.prompt) for group in groups for one in group.completions
+        )
 
 
 class ReplayBuffer:

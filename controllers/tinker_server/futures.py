@@ -78,11 +78,10 @@ class Futures:
         max_bytes: int = 256 << 20,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keep_fetched: seconds that an answer is kept after it was fetched. keep_keys: seconds
-        after the answer in which a repeated request is recognised by its key. keep_unfetched:
-        seconds that an unfetched answer is kept, at least keep_keys. max_answers: most answered
-        promises of one owner; above it the oldest are forgotten. max_bytes: of the answers kept for
-        one owner; above it the oldest are dropped, but not their promises, so nothing runs twice.
+        """Seconds that an answer is kept: keep_fetched after its fetch, keep_unfetched without one (at
+        least keep_keys, in which a repeated request is recognised by its key). Of one owner:
+        max_answers, above which the oldest promises are forgotten, and max_bytes, above which the
+        oldest answers are dropped, but not their promises, so nothing runs twice.
         """
         self.keep_fetched = keep_fetched
         self.keep_unfetched = keep_unfetched

@@ -309,3 +309,19 @@ def test_the_error_of_a_full_disk_names_the_file_and_the_last_checkpoint_stays(t
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/step-2/{name}.tmp'"):
         write_checkpoint(tmp_path, 2)
     assert names(tmp_path) == ["step-1"] and checkpoints.find(tmp_path / "step-1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"step": 1, "baseline": torch.tensor(0.5)}, r"state\['baseline'\] has tensor"),
+        ({"step": 1, "per_task": {1: 0.5}}, r"state\['per_task'\] has 1; it must be JSON"),
+        ({"step": 1, "seen": {3}}, r"state\['seen'\] has \{3\}"),
+        ({"step": 1, "random": 3}, 'not "config" or "random"'),
+        ({"cursor": 1}, 'state has cursor; it needs "step"'),
+    ],
+)
+def test_a_state_that_a_checkpoint_would_change_is_refused(state, message):
+    checkpoints.require_state({"step": 1, "cursor": 2, "pending": [3], "ema": {"a": 0.5}, "name": None})
+    with pytest.raises(ValueError, match=message):
+        checkpoints.require_state(state)

@@ -287,3 +287,33 @@ def test_each_step_takes_the_kl_coefficient_that_the_step_before_returned_also_a
         for record in records:
             expected = record["kl/coefficient"] * 0.5 * record["completion/length_mean"]
             assert record["reward/kl_penalty"] == pytest.approx(expected)
+
+
+def minus_a_half(rewards_GN):
+    return rewards_GN - 0.5
+
+
+class AlwaysRight(ParityReward):
+    def reward(self, problem, completion):
+        return 1.0
+
+
+@pytest.mark.parametrize("advantage, is_skipped", [("grpo", True), (f"{__name__}:minus_a_half", False)])
+def test_a_rule_of_ones_own_gets_the_groups_of_equal_rewards(tmp_path, monkeypatch, advantage, is_skipped):
+    monkeypatch.setattr(rl_actors, "TrainerClient", NearTrainer, raising=False)
+    monkeypatch.setattr(rl_actors, "GeneratorClient", RandomGenerator, raising=False)
+    config = replace(make_config(), evaluation={}, sft_steps=0)
+    config.rollouts.advantage = advantage
+    build_character_tokenizer(tmp_path / "tokenizer", config.alphabet)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    run = asyncio.run(run_grpo(config, RunFolder(tmp_path / "run"), AlwaysRight(0.0, 1), tokenizer))
+    steps = [record for record in run.records if record["phase"] == "grpo"]
+    assert [bool(record.get("skipped")) for record in steps] == [is_skipped] * NUM_STEPS
+
+
+def test_a_resume_with_another_reference_kl_takes_it_unless_kl_control_moves_it():
+    config = replace(make_config(), reference_kl=0.5)
+    assert config.kl(0.1).coefficient == 0.5
+    config.kl_control = KLControlConfig(target=0.01)
+    assert config.kl(0.1).coefficient == 0.1 and config.kl(None).coefficient == 0.5
+    assert replace(config, reference_kl=0.0).kl(0.0).coefficient == 0.0

@@ -7,11 +7,13 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from configs import CONFIGS
+from configs.tiny import tiny
 from controllers.observe.run_folder import RunFolder
 from controllers.program import cli, launch
 
@@ -215,12 +217,23 @@ def test_the_error_names_a_config_json_that_holds_no_json_object(command_line, t
     assert f"{Path('model') / 'config.json'} is not " in err
 
 
-def test_a_resumed_run_keeps_the_command_and_the_time_of_its_start(tmp_path):
+def test_a_resumed_run_keeps_the_command_and_the_time_of_its_start(tmp_path, monkeypatch):
     config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny"]).config
     _, task = launch._with_task(config)
     folder = RunFolder(tmp_path)
-    launch._prepare(folder, config, task.environment, "rl-actors grpo --config tiny")
+    monkeypatch.setattr(sys, "argv", ["rl-actors grpo", "--config", "tiny"])
+    launch._prepare(folder, config, task.environment, "controllers.grpo")
     start = json.loads(folder.start.read_text())
     assert start["command"] == "rl-actors grpo --config tiny" and datetime.fromisoformat(start["time"])
-    launch._prepare(folder, config, task.environment, "rl-actors grpo --resume run")
+    monkeypatch.setattr(sys, "argv", ["rl-actors grpo", "--resume", "run"])
+    launch._prepare(folder, config, task.environment, "controllers.grpo")
     assert json.loads(folder.start.read_text()) == start
+
+
+@pytest.mark.parametrize("own, other", [("/there/my_loop.py", "controllers.grpo"), ("controllers.grpo", "my_loop.py")])
+def test_a_run_is_continued_only_by_its_own_loop(tmp_path, own, other):
+    (tmp_path / "start.json").write_text(json.dumps({"loop": own}))
+    invocation = SimpleNamespace(resume=tmp_path, eval_only=None, dry_run=True, config=tiny())
+    with pytest.raises(ValueError, match=f"this run's loop is {own}, which must continue it, and not {other}"):
+        launch._with_checkpoint(invocation, other)
+    assert launch._with_checkpoint(invocation, Path(own).name) is invocation

@@ -15,6 +15,7 @@ import pytest
 from controllers.rollouts.episodes import EpisodeLimits
 from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, Rollouts
 from controllers.rollouts.queue import Place, RolloutQueue, choose
+from controllers.run.survival import ReplayedStep
 from rl_actors import Completion, SamplingParams
 from tests.fakes import ParityReward
 
@@ -404,3 +405,12 @@ def test_a_component_is_averaged_over_the_completions_that_have_it():
     batch = RolloutBatch.of([one, other], RolloutConfig(), num_refills=0, num_retries=0, version=0)
     values = batch.metrics()
     assert values["reward/component/format"] == 0.5 and values["reward/component/right"] == 0.5
+
+
+def test_recorded_batches_are_counted_with_their_filtered_groups():
+    sizes = {}
+    for is_trainable in (True, False):
+        groups = [group(index, is_trainable=is_trainable) for index in range(4)]
+        batch = RolloutBatch.of(groups, RolloutConfig(), num_refills=0, num_retries=0, version=0)
+        sizes[is_trainable] = ReplayedStep(batch=batch, state={}, random={}).num_bytes
+    assert sizes[True] == sizes[False] > 0

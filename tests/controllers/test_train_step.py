@@ -10,6 +10,7 @@ from configs.tiny import tiny
 from controllers.grpo import minibatches, train_step
 from controllers.rollouts.groups import RolloutConfig
 from controllers.run.run import Run
+from controllers.sft import SFTPhase, SFTPhaseConfig
 from rl_actors import OptimParams, Sample, TruncatedImportanceSampling
 
 
@@ -108,3 +109,11 @@ def test_the_gradient_of_a_part_is_summed_over_calls_and_divided_once_by_the_los
         "optim_step",
     ]
     assert [params.grad_divisor for params in trainer.params] == [1 + 2 + 3, 4 + 5]
+
+
+def test_supervised_steps_stop_only_when_their_window_is_full():
+    config = SFTPhaseConfig(stop_at_answer_probability=0.2, stop_window=3)
+    phase = SFTPhase(SimpleNamespace(state={"recent": [0.3, 0.3]}), config, total_steps=9)
+    assert not phase.should_stop()
+    phase.recent.append(0.3)
+    assert phase.should_stop()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from controllers.environments import own_code
 from controllers.program import launch
 
 GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
@@ -298,3 +299,13 @@ WRONG = {
 def test_a_wrong_task_is_refused_before_a_process_starts(case, refusal):
     flags, message = WRONG[case]
     assert message in refusal(flags)
+
+
+def test_the_place_of_an_error_is_the_users_line_and_not_a_librarys(tmp_path, monkeypatch):
+    (tmp_path / "reads_json.py").write_text(
+        "import json\n\n\ndef reward(problem, completion):\n    return json.loads('{')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = own_code.imported("environment.reward", "reads_json:reward")
+    with pytest.raises(ValueError, match=r"reads_json.py:5\)"):
+        own_code.tried("the reward", reward, None, "")
