@@ -90,9 +90,7 @@ async def train(run: Run[MyConfig]) -> None:
             with run.timer("generate"):
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()
-            if (
-                batch.samples
-            ):  # there may be none with a rule of rollouts.advantages, if the rewards of every group are equal
+            if batch.samples:
                 loss = config.make_loss()  # by --loss and --correction
                 samples = await with_columns_of_loss(run, batch.samples, loss, reference=None)
                 async with run.training():
