@@ -1806,6 +1806,27 @@ def _() -> None:
     assert len(known) == 8 and known <= set(vllm.envs.environment_variables)
 
 
+@row("TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR, VLLM_CACHE_ROOT")
+def _() -> None:
+    """`processes/kernel_caches.py` sets the folders of compiled kernels, also of FlashAttention 4 and QuACK,
+    whose packages only a GPU machine has. torch sets its own variable to its folder in /tmp as soon as
+    a process asks for it, so a value with torch's prefix is not taken for the user's.
+
+    If it changes: silent: the next run compiles again; `tests/test_kernel_caches.py`
+
+    Until: it stays
+    """
+    import torch._inductor.runtime.cache_dir_utils as cache_dir_utils
+    import vllm.envs
+
+    from rl_actors.processes import kernel_caches
+
+    assert 'os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir' in source(cache_dir_utils)
+    assert Path(cache_dir_utils.default_cache_dir()).name.startswith(kernel_caches.TORCHS_OWN)
+    assert "TRITON_CACHE_DIR" in source(cache_dir_utils) and "VLLM_CACHE_ROOT" in vllm.envs.environment_variables
+    assert {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"} <= set(kernel_caches.FOLDERS)
+
+
 @row("HF_HUB_OFFLINE")
 def _() -> None:
     """`vllm/start.py` sets it, because weights are local and nothing needs to be looked up on the

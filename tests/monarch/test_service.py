@@ -180,7 +180,7 @@ def test_the_numbers_of_a_service_count_its_clients_and_their_calls(service):
 
     def added(call: str, outcome: str) -> float:
         name = f'calls_total{{actor="trainer",call="{call}",outcome="{outcome}"}}'
-        return numbers[name] - before.get(name, 0)
+        return numbers.get(name, 0) - before.get(name, 0)
 
     assert numbers['clients{actor="trainer"}'] >= 1 and numbers['step_open_seconds{actor="trainer"}'] > 0
     assert (added("forward", "answered"), added("forward_backward", "answered")) == (1, 1)
