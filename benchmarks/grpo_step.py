@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import loop_run, random_weights, results
-from benchmarks.peers import timing_task
 from configs.qwen3 import MODELS
 
 
@@ -38,7 +37,7 @@ def main() -> None:
     model = loop_run.model_of(arguments.model)
     config = loop_run.default_config(arguments.model)
     with tempfile.TemporaryDirectory(dir=random_weights.scratch(model)) as directory:
-        timing_task.write_model(model, Path(directory))
+        loop_run.write_model(model, Path(directory))
         settings = loop_run.settings_of(arguments.model, directory, arguments.steps)
         synchronous = loop_run.measure(settings, config, 0, further)
         seconds = mean_step(synchronous)

@@ -18,12 +18,10 @@ from rl_actors.field_types import NaturalInt, NonNegativeFloat, PositiveFloat, P
 from rl_actors.model_config import ModelConfig
 from rl_actors.texts import stop_token_ids
 
-SHARED_GPU_PARAMETERS = 3_000_000_000
-"""Largest model for which two engines share a GPU by default."""
-SHARED_GPU_SEQUENCES = 128
-"""Least max_num_seqs for two engines on a GPU."""
-SHARED_GPU_CORES = 8
-"""Least cores of the host for two engines on a GPU."""
+SHARED_GPU_PARAMETERS = 3_000_000_000  # largest model for which engines share a GPU by default
+SHARED_GPU_SEQUENCES = 128  # least max_num_seqs for two engines on a GPU
+THREE_ENGINES_SEQUENCES = 768  # and for three
+SHARED_GPU_CORES = 8  # least cores of the host for engines that share a GPU
 
 MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
@@ -441,7 +439,7 @@ class GeneratorConfig:
     def engines(self) -> tuple[int, str]:
         """(Engines of each replica, why): engines_per_gpu, or by this machine and the model.
 
-        Two are faster where a step waits for the host: with a small model and many sequences.
+        Several are faster where a step waits for the host: with a small model and many sequences.
         """
         if self.engines_per_gpu is not None:
             return self.engines_per_gpu, f"generator.engines_per_gpu={self.engines_per_gpu}"
@@ -458,7 +456,8 @@ class GeneratorConfig:
             return 1, f"generator.max_num_seqs={self.max_num_seqs} is below {SHARED_GPU_SEQUENCES}"
         if cores < SHARED_GPU_CORES:
             return 1, f"{cores} cores are below {SHARED_GPU_CORES}"
-        return 2, f"{size / 1e9:.1f} billion parameters, {self.max_num_seqs} sequences, {cores} cores"
+        count = 3 if self.max_num_seqs >= THREE_ENGINES_SEQUENCES else 2
+        return count, f"{size / 1e9:.1f} billion parameters, {self.max_num_seqs} sequences, {cores} cores"
 
     @property
     def has_adapters(self) -> bool:

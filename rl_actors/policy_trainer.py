@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
+import torch
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
@@ -148,6 +149,8 @@ class PolicyTrainer(Actor):
         self.engine = TrainEngine(self.config)
         # torch's compiler has settings in context variables, and Monarch's messages contexts of their own
         self.compiler_context = contextvars.copy_context()
+        if torch.cuda.is_available():
+            self.compiler_context.run(self.engine.warm_up)
         self.rank = dist.get_rank()
         if self.transport is not None:
             self.transport.training_bytes = memory_estimate.memory(self.config).total

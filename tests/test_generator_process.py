@@ -27,7 +27,7 @@ from rl_actors import (
 from rl_actors.clients import ranks
 from rl_actors.clients.generator import config_of_engine
 from rl_actors.clients.one_generator import process_environment
-from rl_actors.processes import threads
+from rl_actors.processes import mps, threads
 from rl_actors.seeds import hashed_seed
 from rl_actors.vllm import cpu, gpu
 from rl_actors.vllm.start import require_machine
@@ -101,6 +101,9 @@ def test_engines_of_a_replica_share_its_gpus_and_divide_sequences_and_memory(mon
         (1, 128, 0.4)
     }
     assert len({engine.seed for engine in engines}) == 4
+    folders = {process_environment(engine).get(mps.PIPES) for engine in engines}
+    assert folders == {mps.environment().get(mps.PIPES)}  # all are clients of one daemon
+    assert mps.PIPES not in process_environment(GeneratorConfig(gpu=0, engines_per_gpu=1))
     assert [config_of_engine(config, index, num_hosts=2).gpu for index in range(4)] == [0, 0, 0, 0]
 
 
@@ -108,6 +111,7 @@ def test_engines_of_a_replica_share_its_gpus_and_divide_sequences_and_memory(mon
     "fields, number, why",
     [
         ({}, 2, "0.6 billion parameters, 256 sequences, 16 cores"),
+        ({"max_num_seqs": 1024}, 3, "0.6 billion parameters, 1024 sequences, 16 cores"),
         ({"max_num_seqs": 64}, 1, "generator.max_num_seqs=64 is below 128"),
         ({"tensor_parallel": 2}, 1, "generator.tensor_parallel=2"),
         ({"model": MODELS["8b"]}, 1, "8.2 billion parameters keep the GPU busy"),

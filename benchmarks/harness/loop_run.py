@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import random_weights
 from benchmarks.harness.gpus import Watch
 from benchmarks.learns import run
+from benchmarks.peers import timing_task
 from benchmarks.peers.trl_steps import Settings
 from configs.qwen3 import MODELS
 from configs.tiny import tiny
@@ -26,6 +28,26 @@ MIB_PER_GIB = 1024
 def model_of(name: str) -> ModelConfig:
     """The model of a size in MODELS, or of "tiny"."""
     return TINY if name == "tiny" else MODELS[name]
+
+
+def write_model(model: ModelConfig, directory: Path) -> None:
+    """Write a Hugging Face directory with random weights and the timing task's tokenizer of words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    random_weights.write(model, directory)
+    vocabulary = [
+        timing_task.PAD,
+        timing_task.END,
+        *(f"w{index}" for index in range(timing_task.FIRST_TOKEN, model.vocab_size)),
+    ]
+    words = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=timing_task.PAD)
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=timing_task.PAD, eos_token=timing_task.END)
+    tokenizer.save_pretrained(directory)
 
 
 def settings_of(name: str, directory: str, steps: int) -> Settings:

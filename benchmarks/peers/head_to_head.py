@@ -20,7 +20,6 @@ import torch
 from benchmarks.harness import loop_run, random_weights, results
 from benchmarks.harness.gpus import Watch
 from benchmarks.harness.loop_run import LIMIT, MIB_PER_GIB, WARM_UP
-from benchmarks.peers import timing_task
 from benchmarks.peers.trl_steps import Settings
 from configs.qwen3 import MODELS
 
@@ -68,7 +67,7 @@ def main() -> None:
     model = loop_run.model_of(arguments.model)
     config = "tiny" if arguments.model == "tiny" else f"qwen3_{arguments.model}_one_gpu"
     with tempfile.TemporaryDirectory(dir=random_weights.scratch(model)) as directory:
-        timing_task.write_model(model, Path(directory))
+        loop_run.write_model(model, Path(directory))
         settings = loop_run.settings_of(arguments.model, directory, arguments.steps)
         our_figures = loop_run.measure(settings, config, 0, further)
         print(f"ours: {our_figures}", flush=True)

@@ -5,31 +5,14 @@ A word is a token, "w17" the token 17, so that every trainer sees the same token
 
 import random
 import re
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import random_weights
 from controllers.environments import Problem
-from rl_actors import ModelConfig
 
 FIRST_TOKEN = 2
 PAD = "<pad>"
 END = "<end>"
 NUM_HELD_OUT = 8
-
-
-def write_model(model: ModelConfig, directory: Path) -> None:
-    """Write a Hugging Face directory with random weights and a tokenizer of words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    random_weights.write(model, directory)
-    vocabulary = [PAD, END, *(f"w{index}" for index in range(FIRST_TOKEN, model.vocab_size))]
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=PAD))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=END)
-    tokenizer.save_pretrained(directory)
 
 
 def prompt(index: int, num_words: int, vocab_size: int) -> str:

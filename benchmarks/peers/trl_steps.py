@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    model: str  # directory with weights and a tokenizer of words, as timing_task.py writes it
+    model: str  # directory with weights and a tokenizer of words, as loop_run.py writes it
     vocab_size: int
     prompt_tokens: int
     new_tokens: int

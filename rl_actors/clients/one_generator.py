@@ -13,7 +13,7 @@ from rl_actors.clients.completions import Group
 from rl_actors.clients.ranks import AnyTransport, Ranks
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
-from rl_actors.processes import gpus
+from rl_actors.processes import gpus, mps
 from rl_actors.processes.output import LogRoute
 from rl_actors.processes.spawn import LONGEST_CHECK_PAUSE, ProcessMesh, collect
 from rl_actors.types import DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
@@ -185,4 +185,5 @@ def process_environment(config: GeneratorConfig) -> dict[str, str]:
     if config.gpu is None:
         return environment
     require_gpu(config)
-    return environment | gpus.environment(config.gpus())
+    shared = mps.environment() if (config.engines_per_gpu or 1) > 1 else {}
+    return environment | shared | gpus.environment(config.gpus())

@@ -7,7 +7,7 @@ import torch
 
 from rl_actors import memory_estimate
 from rl_actors.config import GeneratorConfig, TrainerConfig
-from rl_actors.processes import threads
+from rl_actors.processes import mps, threads
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +54,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
     threads.prepare_gpu_process()
+    mps.join()
     chosen: dict[str, object] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_bytes(config),

@@ -175,6 +175,42 @@ def test_without_clipping_a_step_uses_the_gradient_as_it_is(make_engine):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_a_warm_up_computes_full_rows_and_changes_no_number(make_engine, monkeypatch):
+    samples = random_samples(ODD_LENGTHS)
+    limits = {"tokens_per_row": 128, "rows_per_microbatch": 2}
+    ends = []
+    for engine in (make_engine(**limits), warm := make_engine(**limits)):
+        shapes = []
+        take = engine.runner.forward_backward
+        monkeypatch.setattr(
+            engine.runner,
+            "forward_backward",
+            lambda batches, *rest, take=take, shapes=shapes, **named: take(noted(batches, shapes), *rest, **named),
+        )
+        if engine is warm:
+            engine.warm_up()
+            assert shapes == [(2, 128)]
+            assert engine.policy_version == 0 and not gradients(engine)
+        engine.forward_backward(samples, "cross_entropy")
+        engine.optim_step(OptimParams(learning_rate=0.01))
+        ends.append(engine.forward(samples).logprobs)
+    assert torch.equal(*ends)
+
+
+def noted(batches, shapes):
+    """The batches, whose shapes are appended to the list."""
+    for batch in batches:
+        shapes.append(tuple(batch.tokens_BL.shape))
+        yield batch
+
+
+@pytest.mark.parametrize("fields", [{"optimizer": None}, {"head": "values"}])
+def test_a_model_without_an_optimizer_or_with_another_head_warms_up_with_a_forward_pass(make_engine, fields):
+    engine = make_engine(**fields)
+    engine.warm_up()
+    assert engine.policy_version == 0 and not gradients(engine)
+
+
 def test_padding_targets_have_logprob_0(make_engine):
     sample = random_samples([20])[0]
     sample.targets[5:9] = -100

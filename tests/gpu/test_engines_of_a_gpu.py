@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,6 +13,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 from test_gpu_generator import (
     BFLOAT16,
+    MODEL,
     PROMPTS,
     SAMPLED,
     assert_logprobs_are_the_trainers,
@@ -21,10 +24,12 @@ from test_gpu_generator import (
 )
 from waiting import wait_until
 
+from benchmarks.harness import random_weights
 from rl_actors import GeneratorClient, LoRAConfig, Sample, SamplingParams, TrainerClient
 from rl_actors.clients import one_generator
 from rl_actors.clients.call import in_background
 from rl_actors.generator import Generator
+from rl_actors.processes import mps
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +73,18 @@ def two_engines():
         yield trainer, generator
 
 
+@pytest.mark.skipif(shutil.which(mps.PROGRAM) is None, reason=f"this machine has no {mps.PROGRAM}")
+def test_a_program_with_two_engines_has_a_daemon_that_ends_with_it(two_engines):
+    trainer, generator = two_engines
+    folder = Path(mps.environment()[mps.PIPES])
+    named = [process for process in psutil.process_iter() if process.name() == "nvidia-cuda-mps-server"]
+    servers = [server for server in named if server.environ().get(mps.PIPES) == str(folder)]
+    assert len(servers) == 1 and folder.is_dir()
+    generator.close()
+    wait_until(lambda: not folder.exists(), "the end of the daemon's folder")
+    assert not any(server.is_running() and server.status() != psutil.STATUS_ZOMBIE for server in servers)
+
+
 def test_two_engines_sample_with_the_pulled_weights():
     assert_pulls_replace_the_weights(generator_config(**TWO))
 
@@ -104,7 +121,8 @@ def test_seeded_requests_give_the_tokens_of_one_engine():
 
 
 def test_both_engines_apply_a_loaded_adapter(tmp_path):
-    lora = replace(trainer_config(), lora=LoRAConfig(rank=8, sync="merged"))
+    random_weights.write(MODEL, tmp_path / "base")
+    lora = replace(trainer_config(), lora=LoRAConfig(rank=8, sync="merged"), hf_path=str(tmp_path / "base"))
     config = generator_config(**TWO, max_adapters=1)
     directory = str(tmp_path / "adapter")
     with TrainerClient.spawn(lora) as trainer, trainer.spawn_generator(config) as generator:
