@@ -39,7 +39,9 @@ class Waiting(OneReward):
 
 
 class FailingOnce(OneReward):
-    """The first process that computes this reward starts a child process, and then hangs, crashes or ends."""
+    """The first process that computes this reward starts a child process, and then hangs, crashes or ends. On a busy machine a process
+    may be killed before it fails; then the next one fails.
+    """
 
     def __init__(self, folder: Path, failure: str) -> None:
         super().__init__(folder)
@@ -47,9 +49,9 @@ class FailingOnce(OneReward):
 
     def reward(self, problem, completion):
         if not self.pids("failed"):
-            self.mark("failed")
             child = subprocess.Popen(["sleep", "100000"])
             (self.folder / f"child-{child.pid}").touch()
+            self.mark("failed")
             {"hang": self.hang, "crash": self.crash, "end": lambda: os._exit(3)}[self.failure]()
         self.mark("answered")
         return 1.0
