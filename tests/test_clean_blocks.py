@@ -110,14 +110,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("core", "tensor_parallel"),
-    [
-        ("in process", 1),
-        pytest.param("own", 1, marks=pytest.mark.slow),
-        pytest.param("own", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("core", "tensor_parallel"), [("in process", 1), ("own", 1), ("own", 2)])
 def test_numbers_that_are_not_finite_stay_in_the_requests_that_made_them(core, tensor_parallel, tmp_path):
     save_random(tmp_path, MODEL)
     # A file, because a core in its own process imports the main module again.

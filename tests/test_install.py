@@ -94,6 +94,7 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command_line, cwd=folder, capture_output=True, text=True, timeout=GUARD)
 
 
+@pytest.mark.slow
 def test_a_package_named_configs_in_the_current_folder_does_not_shadow_ours(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")

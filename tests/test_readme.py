@@ -51,7 +51,9 @@ def test_the_pages_have_exactly_the_programs_that_are_run_here():
 
 # The program of docs/embedding.md is slow, so only the slow tests run it. The program starts processes itself and
 # spawns actors on them. Most tests in tests/monarch do the same, so the fast tests cover such actors, too.
-@pytest.mark.parametrize("name", ["repl", "trainer", pytest.param("embedding", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["repl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("trainer", "embedding"))]
+)
 def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)
     finished = run([sys.executable, "program.py"], tmp_path)

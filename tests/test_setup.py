@@ -87,6 +87,7 @@ def test_setup_says_why_it_replaces_an_environment_and_keeps_it_if_no_python_is_
     assert (checkout.folder / ".venv/lock.txt").exists()
 
 
+@pytest.mark.slow
 def test_an_environment_with_packages_of_the_user_is_renamed_and_not_deleted(checkout):
     checkout.install("My_Tool-3.2")
     # Some_Package is not in the new lock. It does not count as a package of the user, because .venv/lock.txt, the lock of the old .venv, has it.

@@ -329,6 +329,7 @@ def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_
     ]
 
 
+@pytest.mark.slow
 def test_policy_critic_and_generator_of_ppo_use_the_gpu_memory_one_after_the_other(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(OffloadingCritic, "gpu", gpu, raising=False)
     turns = ColocationConfig(enabled=True, offload=("optimizer", "weights"))

@@ -390,12 +390,15 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
 @pytest.mark.parametrize(
     ("call", "number", "steps_done"),
     [
-        ("forward_backward", 5, 3),  # calls 5 and 6 are the third supervised step; the run still finishes this step
-        ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
+        # Calls 5 and 6 are the third supervised step. The run still finishes this step.
+        pytest.param("forward_backward", 5, 3, marks=pytest.mark.slow),
+        # The rollouts of the first GRPO step are dropped.
+        pytest.param("generate", 1, 5, marks=pytest.mark.slow),
         # The rollouts of step 7 are dropped after some of their rewards have drawn random numbers. The resumed run must
         # draw the same numbers again.
         ("refill", 1, 6),
-        ("forward_backward", 14, 6),  # the run still finishes the first GRPO step, whose last call is 14
+        # The run still finishes the first GRPO step, whose last call is 14.
+        pytest.param("forward_backward", 14, 6, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_a_signal_ends_has_a_checkpoint_of_its_last_step_and_goes_on_bit_for_bit(

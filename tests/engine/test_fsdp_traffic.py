@@ -109,7 +109,8 @@ def stored_bytes(path: str) -> dict[str, int]:
     return sizes
 
 
-@pytest.mark.parametrize("model", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CASES)
 def test_each_rank_reads_and_pushes_its_half_of_every_tensor(observed, model):
     path, ranks = observed(model, "default")
     for name, size in stored_bytes(path).items():
@@ -156,7 +157,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
 @pytest.mark.parametrize(
     "model, policy",
     [
-        ("tied", "default"),
+        pytest.param("tied", "default", marks=pytest.mark.slow),
         pytest.param("untied", "default", marks=pytest.mark.slow),
         pytest.param("untied", "always", marks=pytest.mark.slow),
         pytest.param("untied", "never", marks=pytest.mark.slow),

@@ -95,15 +95,11 @@ def upstream_local_map() -> bool:
     return double(gathered).requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work, arguments, message",
     [
-        pytest.param(
-            upstream_rows,
-            (192,),
-            "Q_LEN 192 is not divisible by CP mesh world size 2 [*] BLOCK_SIZE 128",
-            marks=pytest.mark.slow,
-        ),
+        (upstream_rows, (192,), "Q_LEN 192 is not divisible by CP mesh world size 2 [*] BLOCK_SIZE 128"),
         (upstream_experts, (5, layout(shard=2, expert=2)), r"shape '\[2, -1\]' is invalid for input of size 5"),
         (upstream_experts, (4, layout(tensor=2, expert=2, **NO_SP)), r"Can not redistribute from S\(1\) to P\(sum\)"),
     ],

@@ -52,7 +52,7 @@ def own_times(parallelism: dict[str, Any], fields: dict[str, Any]) -> list[list[
 @pytest.mark.parametrize(
     "parallelism, fields",
     [
-        pytest.param(layout(shard=2), {"model": UNTIED}, id="FSDP"),
+        pytest.param(layout(shard=2), {"model": UNTIED}, id="FSDP", marks=pytest.mark.slow),
         pytest.param(
             layout(shard=2),
             {"model": UNTIED, "activation_checkpointing": "full"},

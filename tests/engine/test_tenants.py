@@ -248,7 +248,7 @@ def in_turn_and_alone(path, parallelism, fields):
 @pytest.mark.parametrize(
     ("parallelism", "num_processes"),
     [
-        (layout(shard=2), 2),
+        pytest.param(layout(shard=2), 2, marks=pytest.mark.slow),
         pytest.param(layout(shard=2, fsdp_reshard_after_forward="never"), 2, marks=pytest.mark.slow),
         pytest.param(layout(replicate=2), 2, marks=pytest.mark.slow),
         pytest.param(layout(tensor=2), 2, marks=pytest.mark.slow),

@@ -305,6 +305,7 @@ def test_after_close_of_a_client_that_is_still_starting_no_process_is_left():
     support.wait_until(lambda: support.descendants(os.getpid()) <= before)
 
 
+@pytest.mark.slow
 def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transport):
     with TrainerClient.spawn(support.trainer_config(seed=1), name="other") as other:
         version = support.step(trainer)

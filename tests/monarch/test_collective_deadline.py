@@ -29,9 +29,8 @@ class StopsTheLastRank(CrossEntropy):
         return CrossEntropy()(logprobs_BL, loss_weights=loss_weights)
 
 
-@pytest.mark.parametrize(
-    "layout", [{"shard": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=["FSDP", "tensor"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}], ids=["FSDP", "tensor"])
 def test_a_rank_that_stops_during_a_call_is_named_at_the_collective_timeout(layout):
     config = support.trainer_config(**layout, collective_timeout=DEADLINE, call_timeout=GUARD)
     trainer = TrainerClient.spawn(config)

@@ -56,10 +56,7 @@ def reference_model(tied_qwen3):
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(layout, id=name, marks=[] if name == "FSDP2" else [pytest.mark.slow])
-        for name, layout in LAYOUTS.items()
-    ],
+    params=[pytest.param(layout, id=name, marks=pytest.mark.slow) for name, layout in LAYOUTS.items()],
 )
 def sharded(request, tied_qwen3, ranks):
     """(client, mesh) of a trainer under a layout. All examples of a layout use the same trainer."""

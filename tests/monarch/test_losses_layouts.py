@@ -136,6 +136,7 @@ def test_every_kind_of_loss_gives_the_same_numbers_on_two_ranks_as_in_one_proces
     assert_close(actual["top-K"][0].target_logprobs, one["top-K"][0].target_logprobs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_computed_by_the_caller_gives_the_numbers_of_the_built_in_loss(numbers_of):
     numbers = numbers_of()
     (custom, custom_norm), (built_in, norm) = numbers["custom"], numbers["gspo"]

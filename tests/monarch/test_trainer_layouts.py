@@ -69,10 +69,7 @@ def numbers_of(tied_qwen3, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(layout, id=name, marks=[] if name == "FSDP2" else [pytest.mark.slow])
-        for name, layout in LAYOUTS.items()
-    ],
+    [pytest.param(layout, id=name, marks=pytest.mark.slow) for name, layout in LAYOUTS.items()],
 )
 def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
     (one, _), (actual, _) = numbers_of(1, 1), numbers_of(*layout)
