@@ -20,9 +20,9 @@ check: setup ## lint, formatting, types, and which modules may import which
 	.venv/bin/mypy
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
 
-# Two test processes with one thread each, for two cores. With more threads than cores every kernel would wait for its slowest thread.
+# For two cores three test processes, because tests also wait, with one thread each: with more threads every kernel would wait for its slowest.
 test: setup ## the quick tests, which take minutes
-	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadscope -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n 3 --dist loadscope -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## every test that needs no GPU
 	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)

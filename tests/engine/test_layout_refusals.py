@@ -109,6 +109,7 @@ def test_a_layout_that_we_refuse_fails_upstream(run, work, arguments, message):
         run(2, work, *arguments)
 
 
+@pytest.mark.slow
 def test_local_map_still_drops_the_gradient_that_our_hook_keeps(run):
     assert run(2, upstream_local_map) == [False, False]
 

@@ -11,9 +11,10 @@ from rl_actors import PPO, FilesTransport, OptimParams, TrainerClient
 
 
 @pytest.fixture(scope="module")
-def frozen(tmp_path_factory):
+def frozen(tmp_path_factory, ranks):
     transport = FilesTransport(tmp_path_factory.mktemp("weights"))
-    with TrainerClient.spawn(support.trainer_config(optimizer=None), transport=transport) as client:
+    config = support.trainer_config(optimizer=None)
+    with TrainerClient.spawn(config, transport=transport, processes=ranks(1), name="frozen") as client:
         yield client
 
 

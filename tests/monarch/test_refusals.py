@@ -4,14 +4,11 @@ The bad samples and bad optimizer parameters are in tables of test_validation.py
 the samples in TAKEN.
 """
 
-import asyncio
-
 import pytest
 import support
 from test_validation import BAD_OPTIM_PARAMS, BAD_SAMPLES, LIMITS, assert_in_order
 
 from rl_actors import PPO, MemoryTransport, OptimParams, Sample, TrainerClient
-from rl_actors.processes.spawn import spawn_processes
 
 # The client accepts these samples, because it turns lists into tensors. The trainer's ranks would refuse the lists.
 TAKEN = {"a list as column"}
@@ -47,20 +44,18 @@ def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
+def trainer(tmp_path_factory, ranks):
     """A client of a trainer that has the LIMITS for which the tables in test_validation.py were written.
 
     The client's attribute `start` is the path of a checkpoint of the initial weights.
     """
     config = support.trainer_config(max_sequence_length=8, tokens_per_row=64, max_call_bytes=LIMITS["max_call_bytes"])
     config.model.vocab_size = LIMITS["vocab_size"]
-    processes = asyncio.run(spawn_processes("refusals", 1))
-    client = TrainerClient(processes.mesh.spawn("refusals", support.TestTrainer, config, MemoryTransport()))
+    client = TrainerClient(ranks(1).spawn("refusals", support.TestTrainer, config, MemoryTransport()))
     client.start = str(tmp_path_factory.mktemp("refusals") / "start")
     client.save_checkpoint(client.start).result().wait().result()
     yield client
     client.close().result()
-    asyncio.run(processes.stop())
 
 
 @pytest.fixture(scope="module")

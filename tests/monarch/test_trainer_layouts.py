@@ -54,14 +54,15 @@ def train(trainer: TrainerClient, save_to: str) -> Numbers:
 
 
 @pytest.fixture(scope="module")
-def numbers_of(tied_qwen3, tmp_path_factory):
+def numbers_of(tied_qwen3, tmp_path_factory, ranks):
     """numbers_of(shard, tensor) returns (Numbers, path of the checkpoint after two steps). Each layout is trained only once."""
     folder = tmp_path_factory.mktemp("layouts")
 
     @cache
     def run(shard: int, tensor: int) -> tuple[Numbers, str]:
         path = str(folder / f"shard{shard}-tensor{tensor}")
-        with TrainerClient.spawn(config(tied_qwen3, shard, tensor), transport=MemoryTransport()) as trainer:
+        made, processes = config(tied_qwen3, shard, tensor), ranks(shard * tensor)
+        with TrainerClient.spawn(made, transport=MemoryTransport(), processes=processes) as trainer:
             return train(trainer, path), path
 
     return run

@@ -55,13 +55,11 @@ def weights(tmp_path_factory):
         for name, layout in LAYOUTS.items()
     ],
 )
-def sharded_mesh(request, weights):
+def sharded_mesh(request, weights, ranks):
     """A trainer of two or four processes. The fixture `use` gives it a transport."""
     shard, tensor = request.param
     config = support.trainer_config(shard=shard, tensor=tensor, hf_path=str(weights[1]))
-    processes = asyncio.run(spawn_processes("sharded", shard * tensor))
-    yield processes.mesh.spawn("sharded", support.TestTrainer, config, None)
-    asyncio.run(processes.stop())
+    return ranks(shard * tensor).spawn("sharded", support.TestTrainer, config, None)
 
 
 @pytest.fixture
