@@ -437,10 +437,7 @@ class GeneratorConfig:
         return self.replicas * self.engines()[0]
 
     def engines(self) -> tuple[int, str]:
-        """(Engines of each replica, why): engines_per_gpu, or by this machine and the model.
-
-        Several are faster where a step waits for the host: with a small model and many sequences.
-        """
+        """(Engines of each replica, why): engines_per_gpu, or by this machine and the model."""
         if self.engines_per_gpu is not None:
             return self.engines_per_gpu, f"generator.engines_per_gpu={self.engines_per_gpu}"
         if not torch.cuda.is_available():

@@ -110,3 +110,12 @@ def test_a_daemon_of_the_user_is_used_as_it_is(monkeypatch, tmp_path):
     (tmp_path / "control").touch()
     monkeypatch.setattr(mps, "SYSTEMS_OWN", tmp_path)
     assert mps.environment() == {}
+
+
+def test_a_part_of_a_gpu_has_no_daemon_and_a_folder_that_cannot_be_made_costs_nothing(machine, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(mps.PIPES, str(tmp_path / "file" / mps.NAME))
+    mps.join()
+    assert mps.PIPES not in mps.os.environ and not machine.exists()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    assert mps.environment() == {}

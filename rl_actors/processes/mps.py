@@ -31,8 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 def environment() -> dict[str, str]:
-    """For a process that shares its GPU with others of this program; empty if a daemon of the user serves it."""
-    if PIPES in os.environ or (SYSTEMS_OWN / "control").exists():
+    """For a process that shares its GPU with others of this program. Empty if a daemon of the user serves
+    it, or if the GPU is a part of one (MIG), which a daemon that sees all GPUs cannot serve.
+    """
+    is_part = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG")
+    if is_part or PIPES in os.environ or (SYSTEMS_OWN / "control").exists():
         return {}
     folder = str(Path(tempfile.gettempdir()) / NAME)
     return {PIPES: folder, LOGS: folder}
@@ -40,14 +43,21 @@ def environment() -> dict[str, str]:
 
 def join() -> None:
     """Become a client of the daemon, if `environment` was given to this process, before CUDA is used.
-    Without the programs, or if the daemon does not start, this process computes without MPS.
+    If there is no daemon and none can be started, this process computes without.
     """
     folder = Path(os.environ.get(PIPES, ""))
     if not folder.name.startswith(PREFIX):
         return
+    try:
+        _find_or_start(folder)
+    except (OSError, RuntimeError) as error:
+        logger.info("engines that share a GPU compute in turns: %s", error)
+        del os.environ[PIPES], os.environ[LOGS]
+
+
+def _find_or_start(folder: Path) -> None:
     if shutil.which(PROGRAM) is None or shutil.which("flock") is None:
-        _leave(f"there is no {PROGRAM} or no flock")
-        return
+        raise RuntimeError(f"there is no {PROGRAM} or no flock")
     _held.append(_lock_shared(folder))
     with (folder / STARTING).open("w") as starting:
         fcntl.flock(starting, fcntl.LOCK_EX)
@@ -61,8 +71,7 @@ def join() -> None:
         deadline = time.monotonic() + START_TIMEOUT
         while not _answers():
             if time.monotonic() > deadline:
-                _leave(f"{PROGRAM} did not start within {START_TIMEOUT:g} s")
-                return
+                raise RuntimeError(f"{PROGRAM} did not start within {START_TIMEOUT:g} s")
             time.sleep(0.05)
 
 
@@ -79,8 +88,3 @@ def _lock_shared(folder: Path) -> IO[str]:
 
 def _answers() -> bool:
     return subprocess.run([PROGRAM], input=b"get_server_list\n", capture_output=True).returncode == 0
-
-
-def _leave(why: str) -> None:
-    logger.info("engines that share a GPU compute in turns: %s", why)
-    del os.environ[PIPES], os.environ[LOGS]
