@@ -3,8 +3,10 @@
 Because this file exists, pytest puts this folder on the import path, so tests can import references.py.
 """
 
+import functools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
 
+ROOT = Path(__file__).parents[1]
 threads.choose_kernels()  # must run before references.py computes anything in this process
 # A background job of a shell ignores SIGINT, and the programs that it starts inherit this. Tests start programs
 # and interrupt them with SIGINT. So this process, which may be a background job, stops ignoring SIGINT.
@@ -24,12 +27,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 class ByFile(LoadScopeScheduling):
     """Gives all tests of a file to the same worker of pytest-xdist.
 
-    All tests of the folder monarch/ go to one worker, because they share actors.
+    All tests of the folder monarch/ go to one worker, because they share actors, and so do all of layouts, because
+    layout_work.py starts their ranks from one process that has imported the engine.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0]
-        return "tests/monarch" if file.startswith("tests/monarch/") else file
+        return scope_of(nodeid.split("::")[0])
+
+
+@functools.cache
+def scope_of(file: str) -> str:
+    if file.startswith("tests/monarch/"):
+        return "tests/monarch"
+    return "layouts" if "from layout_work import" in (ROOT / file).read_text() else file
 
 
 def pytest_xdist_make_scheduler(config, log):
