@@ -101,6 +101,16 @@ def test_a_daemon_that_does_not_start_costs_only_time(machine, monkeypatch, capl
     mps._held.clear()
 
 
+def test_a_daemon_that_does_not_answer_costs_only_time(machine, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    (machine.parent / "bin" / mps.PROGRAM).write_text("#!/bin/sh\nexec sleep 1000\n")
+    monkeypatch.setattr(mps, "START_TIMEOUT", 0.2)
+    mps.join()
+    assert mps.PIPES not in mps.os.environ
+    assert "timed out after 0.2 seconds" in caplog.text
+    mps._held.clear()
+
+
 def test_a_daemon_of_the_user_is_used_as_it_is(monkeypatch, tmp_path):
     monkeypatch.setenv(mps.PIPES, str(tmp_path))
     assert mps.environment() == {}

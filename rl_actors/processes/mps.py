@@ -42,15 +42,13 @@ def environment() -> dict[str, str]:
 
 
 def join() -> None:
-    """Become a client of the daemon, if `environment` was given to this process, before CUDA is used.
-    If there is no daemon and none can be started, this process computes without.
-    """
+    """Before CUDA is used, become a client of `environment`'s daemon, if it was given and can be started."""
     folder = Path(os.environ.get(PIPES, ""))
     if not folder.name.startswith(PREFIX):
         return
     try:
         _find_or_start(folder)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         logger.info("engines that share a GPU compute in turns: %s", error)
         del os.environ[PIPES], os.environ[LOGS]
 
@@ -87,4 +85,5 @@ def _lock_shared(folder: Path) -> IO[str]:
 
 
 def _answers() -> bool:
-    return subprocess.run([PROGRAM], input=b"get_server_list\n", capture_output=True).returncode == 0
+    command = b"get_server_list\n"
+    return subprocess.run([PROGRAM], input=command, capture_output=True, timeout=START_TIMEOUT).returncode == 0

@@ -154,14 +154,15 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, policy",
     [
-        pytest.param("tied", "default", marks=pytest.mark.slow),
-        pytest.param("untied", "default", marks=pytest.mark.slow),
-        pytest.param("untied", "always", marks=pytest.mark.slow),
-        pytest.param("untied", "never", marks=pytest.mark.slow),
-        pytest.param("experts", "default", marks=pytest.mark.slow),
+        ("tied", "default"),
+        ("untied", "default"),
+        ("untied", "always"),
+        ("untied", "never"),
+        ("experts", "default"),
     ],
 )
 def test_the_number_of_gathers_depends_on_the_reshard_policy_and_not_on_the_chunks_of_logits(observed, model, policy):

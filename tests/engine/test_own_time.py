@@ -49,19 +49,15 @@ def own_times(parallelism: dict[str, Any], fields: dict[str, Any]) -> list[list[
     return times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallelism, fields",
     [
-        pytest.param(layout(shard=2), {"model": UNTIED}, id="FSDP", marks=pytest.mark.slow),
-        pytest.param(
-            layout(shard=2),
-            {"model": UNTIED, "activation_checkpointing": "full"},
-            id="recomputed",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(layout(tensor=2), {"model": UNTIED}, id="tensor", marks=pytest.mark.slow),
-        pytest.param(layout(pipeline=2), {"model": UNTIED}, id="pipeline", marks=pytest.mark.slow),
-        pytest.param(layout(shard=2, expert=2), {"model": EXPERTS}, id="experts", marks=pytest.mark.slow),
+        pytest.param(layout(shard=2), {"model": UNTIED}, id="FSDP"),
+        pytest.param(layout(shard=2), {"model": UNTIED, "activation_checkpointing": "full"}, id="recomputed"),
+        pytest.param(layout(tensor=2), {"model": UNTIED}, id="tensor"),
+        pytest.param(layout(pipeline=2), {"model": UNTIED}, id="pipeline"),
+        pytest.param(layout(shard=2, expert=2), {"model": EXPERTS}, id="experts"),
     ],
 )
 def test_a_slow_rank_takes_longer_and_the_rank_that_waits_for_it_does_not(run, parallelism, fields):

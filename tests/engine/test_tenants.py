@@ -245,16 +245,17 @@ def in_turn_and_alone(path, parallelism, fields):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallelism", "num_processes"),
     [
-        pytest.param(layout(shard=2), 2, marks=pytest.mark.slow),
-        pytest.param(layout(shard=2, fsdp_reshard_after_forward="never"), 2, marks=pytest.mark.slow),
-        pytest.param(layout(replicate=2), 2, marks=pytest.mark.slow),
-        pytest.param(layout(tensor=2), 2, marks=pytest.mark.slow),
-        pytest.param(layout(context=2), 2, marks=pytest.mark.slow),
-        pytest.param(layout(shard=2, tensor=2), 4, marks=pytest.mark.slow),
-        pytest.param(layout(pipeline=2, shard=2), 4, marks=pytest.mark.slow),
+        (layout(shard=2), 2),
+        (layout(shard=2, fsdp_reshard_after_forward="never"), 2),
+        (layout(replicate=2), 2),
+        (layout(tensor=2), 2),
+        (layout(context=2), 2),
+        (layout(shard=2, tensor=2), 4),
+        (layout(pipeline=2, shard=2), 4),
     ],
     ids=str,
 )

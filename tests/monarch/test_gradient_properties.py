@@ -54,10 +54,7 @@ def reference_model(tied_qwen3):
     return load_qwen3(tied_qwen3)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(layout, id=name, marks=pytest.mark.slow) for name, layout in LAYOUTS.items()],
-)
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
 def sharded(request, tied_qwen3, ranks):
     """(client, mesh) of a trainer under a layout. All examples of a layout use the same trainer."""
     shard, tensor = request.param
@@ -71,6 +68,7 @@ def sharded(request, tied_qwen3, ranks):
     client.close().result()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(call=calls())
 def test_every_order_and_split_of_the_samples_gives_the_gradient_of_plain_pytorch(sharded, reference_model, call):

@@ -68,10 +68,8 @@ def numbers_of(tied_qwen3, tmp_path_factory, ranks):
     return run
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, id=name, marks=pytest.mark.slow) for name, layout in LAYOUTS.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
     (one, _), (actual, _) = numbers_of(1, 1), numbers_of(*layout)
     print(actual.losses, one.losses, actual.grad_norms, one.grad_norms)
