@@ -70,16 +70,19 @@ class TrainEngine:
         deadlines.set_timeouts(self.built.parallel_dims, config.collective_timeout)
 
     def warm_up(self) -> None:
-        """Compile for full rows, which the first call would otherwise wait for. Changes no numbers."""
+        """Compile what the first call would otherwise wait for: full rows, and then rows of any length.
+        Changes no numbers.
+        """
         config = self.config
         length = config.max_sequence_length
         num_samples = config.tokens_per_row // length * config.rows_per_microbatch * self.num_data_ranks
-        samples = [Sample.from_tokens([0], [0] * length)] * num_samples
-        if config.optimizer is None or config.head != "logprobs":
-            self.forward(samples)
-            return
-        self.forward_backward(samples, "cross_entropy")
-        self.discard_gradients()
+        full = [Sample.from_tokens([0], [0] * length)] * num_samples
+        for samples in (full, [Sample.from_tokens([0], [0] * (length // 2 + 1))]):
+            if config.optimizer is None or config.head != "logprobs":
+                self.forward(samples)
+            else:
+                self.forward_backward(samples, "cross_entropy")
+                self.discard_gradients()
 
     @property
     def step(self) -> StepState:

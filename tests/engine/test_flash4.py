@@ -24,7 +24,7 @@ def test_documents_begin_where_samples_and_padding_begin():
     # Empty documents fill the rest of the tensor. Its length is a multiple of BOUNDARIES_MULTIPLE, so that few shapes
     # occur.
     assert made.cu_seq_q[5:].tolist() == [200] * (BOUNDARIES_MULTIPLE - 5)
-    assert made.max_q == 128  # the next power of two after 100, the length of the longest document
+    assert made.max_q == made.max_k == 100  # a bound that does not change with the samples
 
 
 def test_an_empty_row_is_one_document():
