@@ -4,8 +4,10 @@ Because this file exists, pytest puts this folder on the import path, so tests c
 """
 
 import functools
+import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from references import save_qwen3
 from xdist.scheduler import LoadScopeScheduling
 
+from controllers.program import launch
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
 
@@ -44,6 +47,23 @@ def scope_of(file: str) -> str:
 
 def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
+
+
+@pytest.fixture
+def dry_run(monkeypatch, capsys):
+    """A function: dry_run(folder, arguments of controllers.grpo) -> the JSON that `--dry-run` prints in this folder.
+
+    It runs in this process, because each process would import the loop for seconds.
+    """
+
+    def run(folder: Path, arguments: list[str]) -> dict:
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setattr(sys, "argv", ["controllers.grpo", *arguments, "--dry-run"])
+        launch.start_loop("controllers.grpo")  # exits if it refuses the command
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.fixture(scope="session")

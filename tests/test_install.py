@@ -80,6 +80,7 @@ def test_the_packages_that_uv_excludes_are_not_in_the_lock(monkeypatch, capsys):
     assert len(excludes) == 3 and not excludes & locked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["program.export", "observe.compare"])
 def test_the_usage_of_a_program_that_is_started_as_a_module_names_the_module(name):
     program = (

@@ -49,11 +49,8 @@ def test_the_pages_have_exactly_the_programs_that_are_run_here():
     assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, LOOP, "letters", "episode", "distillation"}
 
 
-# The program of docs/embedding.md is slow, so only the slow tests run it. The program starts processes itself and
-# spawns actors on them. Most tests in tests/monarch do the same, so the fast tests cover such actors, too.
-@pytest.mark.parametrize(
-    "name", ["repl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("trainer", "embedding"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["repl", "trainer", "embedding"])
 def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)
     finished = run([sys.executable, "program.py"], tmp_path)
@@ -70,8 +67,6 @@ def test_the_student_of_the_distillation_program_comes_near_its_teacher(tmp_path
 
 def test_the_loop_in_the_readme_takes_the_flags_of_every_loop(tmp_path):
     (tmp_path / "my_loop.py").write_text(PROGRAMS[LOOP])
-    shown = json.loads(run([sys.executable, "my_loop.py", "--steps", "3", "--dry-run"], tmp_path).stdout)
-    assert shown["steps"] == 3
     [command] = re.findall(r"^\.venv/bin/python (my_loop.py .*--plan)", README, re.MULTILINE)
     assert "trainer-0" in run([sys.executable, *command.split()], tmp_path).stdout
 
@@ -88,13 +83,12 @@ def test_the_loop_in_the_readme_trains(tmp_path):
     assert "mine" in (tmp_path / "run/report.html").read_text()
 
 
-def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path):
+def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path, dry_run):
     source = tmp_path / "my_task.py"
     source.write_text(PROGRAMS[TASK])
-    [command] = re.findall(r"^\.venv/bin/python (.*my_task.*)$", README, re.MULTILINE)
-    arguments = command.replace("'{}'", "{}").split()
+    [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*my_task.*)$", README, re.MULTILINE)
     # --dry-run builds the task, and encodes its held-out problems and a thousand training problems.
-    assert json.loads(run([sys.executable, *arguments, "--dry-run"], tmp_path).stdout)["environment"]["task"]
+    assert dry_run(tmp_path, command.split())["environment"]["task"] == "my_task:LargestDigit"
     spec = importlib.util.spec_from_file_location("my_task", source)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -107,20 +101,19 @@ def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path):
         assert task.reward(problem, problem.answer) == 1.0 and task.reward(problem, "") == 0.0
 
 
-def test_the_command_below_the_task_in_tasks_md_accepts_the_task(tmp_path):
+def test_the_command_below_the_task_in_tasks_md_accepts_the_task(tmp_path, dry_run):
     (tmp_path / "next_letter.py").write_text(PROGRAMS["letters"])
-    [command] = re.findall(r"^\.venv/bin/python (.*next_letter.*)$", DOCS["tasks.md"], re.MULTILINE)
-    finished = run([sys.executable, *command.split(), "--dry-run"], tmp_path)
-    config = json.loads(finished.stdout)
+    [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*next_letter.*)$", DOCS["tasks.md"], re.MULTILINE)
+    config = dry_run(tmp_path, command.split())
     assert config["environment"]["task"] == "next_letter:NextLetter"
     assert config["alphabet"] == "=abcdefghijklmnopqrstuvwxyz" and config["trainer"]["model"]["vocab_size"] == 29
 
 
-def test_the_command_below_the_episode_in_episodes_md_accepts_the_episode(tmp_path):
+def test_the_command_below_the_episode_in_episodes_md_accepts_the_episode(tmp_path, dry_run):
     source = tmp_path / "counting.py"
     source.write_text(PROGRAMS["episode"])
-    [command] = re.findall(r"^\.venv/bin/python (.*counting.*)$", DOCS["episodes.md"], re.MULTILINE)
-    config = json.loads(run([sys.executable, *command.split(), "--dry-run"], tmp_path).stdout)
+    [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*counting.*)$", DOCS["episodes.md"], re.MULTILINE)
+    config = dry_run(tmp_path, command.split())
     assert config["environment"]["task"] == "counting:Counting" and config["alphabet"] == "+0123456789"
     module = runpy.run_path(str(source))
     task = module["Counting"](seed=0, num_held_out=1)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from waiting import GUARD
 
 PROGRAM = """
@@ -43,6 +44,7 @@ def workers(*, prepared: bool) -> list[int]:
     return [int(number) for number in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_only_the_thread_that_prepared_its_process_has_workers():
     assert workers(prepared=True) == [2, 0]
     # Without preparation the other thread has workers, too. The count finds them, so the 0 above means that there are none.

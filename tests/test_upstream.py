@@ -1877,6 +1877,7 @@ def failures() -> dict[str, str]:
     return json.loads(lines[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_every_row_holds_for_the_installed_packages(failures, name):
     assert failures.get(name) is None, failures[name]

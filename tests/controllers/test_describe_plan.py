@@ -3,8 +3,6 @@
 --plan starts no run and writes no file.
 """
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from waiting import GUARD
 
 from configs import CONFIGS
 from configs.qwen3 import qwen3_4b, qwen3_8b, qwen3_8b_one_gpu
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
 from configs.tiny import tiny
 from controllers.program import describe_plan
+from controllers.program.launch import start_loop
 from rl_actors.memory_estimate import memory
 
 ROOT = Path(__file__).parents[2]
@@ -299,10 +297,9 @@ def test_the_plan_has_the_size_of_a_checkpoint_which_is_the_same_in_every_layout
     assert "checkpoints:" not in describe_plan.describe(replace(config, checkpoint_every=0))
 
 
-def test_the_command_line_prints_the_plan_and_writes_nothing(tmp_path):
-    command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--plan"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=GUARD)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == describe_plan.describe(tiny()) + "\n"
+def test_the_command_line_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["controllers.grpo", "--config", "tiny", "--plan"])
+    start_loop("controllers.grpo")
+    assert capsys.readouterr().out == describe_plan.describe(tiny()) + "\n"
     assert list(tmp_path.iterdir()) == []

@@ -103,11 +103,8 @@ def test_trainer_and_generator_agree_on_every_logprob(finished_run):
     assert all(record["policy_lag"] == 0 and record["updates"] == 1 for record in trained)
 
 
-def test_a_new_run_can_start_from_the_config_of_a_run(finished_run, tmp_path):
-    process = start("--config", finished_run[0] / "config.json", "--output-dir", tmp_path / "again", "--dry-run")
-    output = finish(process)
-    assert process.returncode == 0, output
-    assert json.loads(output[output.index("{") :])["steps"] == 4  # after the line about the reward, on stderr
+def test_a_new_run_can_start_from_the_config_of_a_run(finished_run, tmp_path, dry_run):
+    assert dry_run(tmp_path, ["--config", str(finished_run[0] / "config.json"), "--output-dir", "again"])["steps"] == 4
     assert not (tmp_path / "again").exists()
 
 
@@ -258,6 +255,7 @@ def test_a_config_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys, argu
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_refused_command_line_ends_with_status_2_and_leaves_nothing(tmp_path):
     process = start("--config", "tiny", "--output-dir", tmp_path / "run", "--steps", 0)
     output = finish(process)

@@ -258,7 +258,8 @@ class LowerReference(ActorOfNothing):
         return SimpleNamespace(logprobs=[sample.columns["old_logprobs"] - 0.5 for sample in samples])
 
 
-@pytest.mark.parametrize("kind", [pytest.param("reward", marks=pytest.mark.slow), "loss"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reward", "loss"])
 def test_each_step_takes_the_kl_coefficient_that_the_step_before_returned_also_after_a_resume(
     tmp_path, monkeypatch, kind
 ):

@@ -176,6 +176,7 @@ def test_plan_and_a_dry_run_without_output_dir_need_no_writable_folder_but_a_run
         assert status == 2 and f"--output-dir {Path('runs')}" in err and "is not writable" in err
 
 
+@pytest.mark.slow
 def test_an_evaluation_needs_write_access_only_to_the_folder_of_the_checkpoint(nobody, tmp_path, monkeypatch):
     run, checkpoint, began = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-1", []
     checkpoint.mkdir(parents=True)

@@ -40,20 +40,16 @@ def test_a_loop_of_ones_own_has_the_flags_of_every_loop_and_those_of_its_config(
     assert shown["half_life"] == 5.0 and shown["rollouts"]["advantage"] == "__main__:ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
         (["--config", "tiny"], "my_loop.py: error: --config tiny is neither a config nor a file"),
-        pytest.param(
+        (
             ["--advantage", "nope"],
             "it must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ["--advantage", "my_loop:nothing"],
-            "rollouts.advantage='my_loop:nothing' cannot be imported",
-            marks=pytest.mark.slow,
-        ),
+        (["--advantage", "my_loop:nothing"], "rollouts.advantage='my_loop:nothing' cannot be imported"),
     ],
 )
 def test_a_wrong_flag_of_a_loop_of_ones_own_is_refused_by_its_name(folder, flags, error):

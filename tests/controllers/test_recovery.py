@@ -289,6 +289,7 @@ def test_a_run_that_loses_a_host_raises_an_error_that_names_the_host(run, placem
         run(RunFolder(tmp_path / "run"), config=config, before=loses_host(placements, 1))
 
 
+@pytest.mark.slow
 def test_repeated_steps_train_on_the_same_rollouts_again(run, tmp_path):
     asked = []
 
@@ -305,6 +306,7 @@ def test_repeated_steps_train_on_the_same_rollouts_again(run, tmp_path):
     assert asked.count("generate") == num_calls  # the batches of the repeated steps were not sampled again
 
 
+@pytest.mark.slow
 def test_with_rollouts_ahead_a_death_of_the_trainer_neither_skips_nor_repeats_a_problem(run, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "MetricsLogger", partial(MetricsLogger, groups_per_step=100))
     config, environment = grpo_config(), ParityReward(0.0, 20)

@@ -235,7 +235,10 @@ def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | N
     return None, "".join(line for line in shown if not line.startswith("the reward "))
 
 
-@pytest.mark.parametrize(("kind", "sft_steps"), [("loss", 600), ("reward", 600), ("reward", 0)])
+@pytest.mark.parametrize(
+    ("kind", "sft_steps"),
+    [("loss", 600), *(pytest.param("reward", steps, marks=pytest.mark.slow) for steps in (600, 0))],
+)
 def test_a_reference_whose_weights_were_not_saved_is_refused_at_resume(tmp_path, monkeypatch, capsys, kind, sft_steps):
     config = replace(tiny(), sft_steps=sft_steps)
     warmup_steps = 5 if sft_steps else 0

@@ -337,13 +337,8 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
     assert resumed_at == ([2, 5, 7] if written else [0, 4, 5])
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        pytest.param(True, id="between checkpoints"),
-        pytest.param(False, id="while a checkpoint is written", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("written", [True, False], ids=["between checkpoints", "while a checkpoint is written"])
 def test_a_killed_run_with_rollouts_ahead_skips_no_problem_and_trains_on_none_twice(
     run, tmp_path, monkeypatch, written
 ):

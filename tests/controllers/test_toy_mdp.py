@@ -197,6 +197,7 @@ def values_of(critic: "TrainEngine", cue: int, action: int) -> tuple[float, floa
     return before_first, before_second
 
 
+@pytest.mark.slow
 def test_ppo_solves_the_task_and_the_critic_learns_the_known_values(engines):
     policy, critic = engines
     asyncio.run(train(policy, EngineClient(critic)))

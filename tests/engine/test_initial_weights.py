@@ -38,7 +38,7 @@ TABLE = [  # name, parallelism, number of processes, name of the model
     ("TP2", layout(tensor=2), 2, "adapters"),
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "adapters"),
 ]
-QUICK = {("TP2", "untied, drawn"), ("PP2", "four blocks, drawn"), ("FSDP2, EP2", "experts, drawn")}
+QUICK = {("TP2", "untied, drawn")}
 
 
 def weights(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Tensor]:

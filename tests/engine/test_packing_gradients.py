@@ -6,6 +6,7 @@ hypothesis prints how to repeat the case.
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ def calls(draw):
     return lengths, draw(st.integers(0, 1000)), draw(st.permutations(range(len(lengths)))), limits
 
 
+@pytest.mark.slow
 def test_packing_and_the_order_of_samples_change_neither_gradients_nor_logprobs(make_engine):
     engine = make_engine()
     usual = engine.config

@@ -165,6 +165,7 @@ def from_policy(path: str, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_value_model_starts_from_a_policys_checkpoint_and_refuses_what_needs_logprobs(
     run, directory_of, tmp_path: Path
 ):

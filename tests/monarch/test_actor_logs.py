@@ -10,6 +10,7 @@ import os
 import sys
 
 import psutil
+import pytest
 import support
 from monarch.actor import endpoint
 from waiting import GUARD
@@ -28,6 +29,7 @@ class TalkingTrainer(support.TestTrainer):
         print("printed", file=sys.stderr)
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_trainer_logs_to_its_file_and_with_tee_to_the_terminal(tmp_path, capfd):
     pieces = []
 

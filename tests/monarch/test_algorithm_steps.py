@@ -191,6 +191,7 @@ def test_grpo_takes_five_steps_with_options_of_loss_correction_and_rollouts(take
     assert name is None or all(math.isfinite(line[name]) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_grpo_takes_five_steps_with_every_preset_and_prints_the_fields_that_the_preset_sets(
     take_steps, algorithm, capsys

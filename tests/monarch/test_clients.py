@@ -324,6 +324,7 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
             asyncio.run(wait_for_manifest(other.ranks.transport, 1, 0.0))
 
 
+@pytest.mark.slow
 def test_the_caller_gets_an_error_if_a_rank_fails_and_if_a_rank_dies_during_a_call(tmp_path, capfd):
     """The loss fails on rank 1 of 2, and rank 0 does not wait for rank 1.
 

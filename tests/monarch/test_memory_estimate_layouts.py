@@ -19,22 +19,22 @@ EXPERTS = ModelConfig(**MODEL, **HEADS, num_experts=5, num_experts_per_tok=2, mo
 SIX_EXPERTS = replace(EXPERTS, num_experts=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "degrees"),
     [
         pytest.param(TIED, {"data_parallel_shard": 2}, id="tied, FSDP2"),
-        pytest.param(DENSE, {"data_parallel_shard": 2}, id="FSDP2", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, {"data_parallel_shard": 2}, id="experts, FSDP2", marks=pytest.mark.slow),
-        pytest.param(DENSE, {"context_parallel": 2}, id="CP2", marks=pytest.mark.slow),
-        pytest.param(DENSE, {"pipeline_parallel": 2}, id="PP2", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, {"tensor_parallel": 2}, id="experts, TP2", marks=pytest.mark.slow),
+        pytest.param(DENSE, {"data_parallel_shard": 2}, id="FSDP2"),
+        pytest.param(EXPERTS, {"data_parallel_shard": 2}, id="experts, FSDP2"),
+        pytest.param(DENSE, {"context_parallel": 2}, id="CP2"),
+        pytest.param(DENSE, {"pipeline_parallel": 2}, id="PP2"),
+        pytest.param(EXPERTS, {"tensor_parallel": 2}, id="experts, TP2"),
         pytest.param(
             SIX_EXPERTS,
             {"data_parallel_shard": 2, "expert_parallel": 2},
             id="experts, FSDP2, EP2",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(DENSE, {"data_parallel_shard": 2, "tensor_parallel": 2}, id="FSDP2 x TP2", marks=pytest.mark.slow),
+        pytest.param(DENSE, {"data_parallel_shard": 2, "tensor_parallel": 2}, id="FSDP2 x TP2"),
     ],
 )
 def test_every_estimate_but_that_of_activations_is_the_exact_maximum_over_the_ranks(ranks, model, degrees):

@@ -128,6 +128,7 @@ def test_the_pushed_weights_of_all_ranks_arrive_exactly(open_transport, sharded,
     assert_equal(support.published_weights(open_transport, version + 1), weights_of(sharded, tmp_path))
 
 
+@pytest.mark.slow
 def test_weights_travel_in_the_widest_dtype_of_the_generators(kind, sharded, use, tmp_path):
     transport = make_transport(kind, tmp_path / "weights")
     asyncio.run(transport.open())
@@ -217,6 +218,7 @@ def test_only_the_newest_two_versions_are_kept(open_transport, sharded, use):
         asyncio.run(get_tensors(open_transport, manifests[0]))
 
 
+@pytest.mark.slow
 def test_two_open_transports_do_not_mix_and_a_closed_transport_leaves_nothing(open_transport, kind, tmp_path):
     support.publish_from_here(open_transport, {"w": torch.zeros(2)}, stream="first", version=1)
     children, segments = support.descendants(os.getpid()), support.shared_memory()
@@ -236,6 +238,7 @@ def test_two_open_transports_do_not_mix_and_a_closed_transport_leaves_nothing(op
     assert support.published_weights(open_transport, 1)["w"].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_torchstore_that_the_caller_started_is_used_and_not_shut_down(tmp_path):
     async def main():
         processes = await spawn_processes("own_store", 1)
