@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from waiting import GUARD
 
+pytestmark = pytest.mark.slow  # `make check` runs this file
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_actors", "controllers", "configs")
 # Prefix of a module's name -> level. If several prefixes fit a module, the longest one counts.

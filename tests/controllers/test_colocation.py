@@ -262,6 +262,7 @@ def test_trainer_and_generator_take_turns_and_the_numbers_are_those_of_a_run_wit
     assert found.records[0]["offload/gigabytes"] == 0
 
 
+@pytest.mark.slow
 def test_the_generator_sleeps_during_a_checkpoint_and_then_pulls_the_version_that_it_had(gpu, tmp_path):
     run_with(
         tmp_path, OffloadingTrainer, SleepingGenerator, colocation=ColocationConfig(enabled=True), checkpoint_every=1

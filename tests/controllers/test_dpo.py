@@ -215,7 +215,7 @@ def test_eval_only_is_refused_because_dpo_has_no_generator(tmp_path, monkeypatch
     assert "controllers.dpo has no generator" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("has_reference", [True, False])
+@pytest.mark.parametrize("has_reference", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_is_resumed_only_if_its_folder_has_the_weights_of_the_reference(
     tmp_path, monkeypatch, capsys, has_reference
 ):

@@ -299,7 +299,9 @@ class AlwaysRight(ParityReward):
         return 1.0
 
 
-@pytest.mark.parametrize("advantage, is_skipped", [("grpo", True), (f"{__name__}:minus_a_half", False)])
+@pytest.mark.parametrize(
+    "advantage, is_skipped", [pytest.param("grpo", True, marks=pytest.mark.slow), (f"{__name__}:minus_a_half", False)]
+)
 def test_a_rule_of_ones_own_gets_the_groups_of_equal_rewards(tmp_path, monkeypatch, advantage, is_skipped):
     monkeypatch.setattr(rl_actors, "TrainerClient", NearTrainer, raising=False)
     monkeypatch.setattr(rl_actors, "GeneratorClient", RandomGenerator, raising=False)

@@ -33,6 +33,7 @@ def loop(folder: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=GUARD)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_has_the_flags_of_every_loop_and_those_of_its_config(folder):
     finished = loop(folder, "--dry-run", "--half-life", "5", "--trainer.parallelism.tensor-parallel-degree", "2")
     assert finished.returncode == 0, finished.stderr

@@ -346,6 +346,7 @@ def test_a_run_with_too_many_deaths_in_an_hour_raises_the_error_of_the_first_dea
     assert checkpoints.newest(folder.checkpoints) is not None
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_recovery_ends_the_run(run, tmp_path):
     async def signals(call: str, interruption: Interruption) -> None:
         if call == "forward_backward" and run.actors.num_trainers == 2 and interruption.received is None:

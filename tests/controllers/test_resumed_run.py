@@ -382,18 +382,19 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
         assert read_jsonl(folder.evaluation) == read_jsonl(whole.evaluation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "number", "steps_done"),
     [
         # Calls 5 and 6 are the third supervised step. The run still finishes this step.
-        pytest.param("forward_backward", 5, 3, marks=pytest.mark.slow),
+        ("forward_backward", 5, 3),
         # The rollouts of the first GRPO step are dropped.
-        pytest.param("generate", 1, 5, marks=pytest.mark.slow),
+        ("generate", 1, 5),
         # The rollouts of step 7 are dropped after some of their rewards have drawn random numbers. The resumed run must
         # draw the same numbers again.
         ("refill", 1, 6),
         # The run still finishes the first GRPO step, whose last call is 14.
-        pytest.param("forward_backward", 14, 6, marks=pytest.mark.slow),
+        ("forward_backward", 14, 6),
     ],
 )
 def test_a_run_that_a_signal_ends_has_a_checkpoint_of_its_last_step_and_goes_on_bit_for_bit(

@@ -109,6 +109,7 @@ def test_tensorboard_drops_the_old_values_of_steps_that_a_resumed_run_repeats(tm
     assert tensorboard_scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 9.0)]
 
 
+@pytest.mark.slow
 def test_offline_wandb_has_the_config_and_every_number_and_the_rollouts_as_a_table(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "my-run"

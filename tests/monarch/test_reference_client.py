@@ -16,7 +16,7 @@ def logprobs(client) -> torch.Tensor:
     return torch.cat(client.forward(support.random_samples()).result().logprobs)
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reference_gets_the_policys_weights_only_when_it_is_refreshed(ranks, transport, shard):
     config = support.trainer_config(seed=3)
     with TrainerClient.spawn(config, transport=transport, processes=ranks(1)) as policy:

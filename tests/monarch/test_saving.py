@@ -79,6 +79,7 @@ def test_a_failed_write_is_raised_once_with_path_and_rank(trainer, hold, tmp_pat
     trainer.save_checkpoint(str(tmp_path / "other")).result().wait().result()
 
 
+@pytest.mark.slow
 def test_the_error_names_the_one_of_two_ranks_that_cannot_write_and_both_ranks_go_on(ranks, tmp_path):
     mesh = ranks(2).spawn("saving", support.TestTrainer, support.trainer_config(shard=2), None)
     trainer = TrainerClient(mesh)

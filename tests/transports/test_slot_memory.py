@@ -119,6 +119,7 @@ def halves(version: int, num_tensors: int) -> tuple[Manifest, list[Slot]]:
     return Manifest(stream="s", version=version, tensors=shapes, parts=parts), slots
 
 
+@pytest.mark.slow
 def test_pushes_take_the_memory_of_two_versions():
     taken = growth(WRITER)
     assert 2 * VERSION - SLACK <= taken <= 2 * VERSION + SLACK
