@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from rl_actors.processes.hosts import Hosts
 
+STARTING = 120.0  # seconds of silence, at least, that a setup may take: on a busy machine an import does
 NEWS_TIMEOUT = 1.0  # seconds after a failed heartbeat in which the news that the process has ended comes first
 
 
@@ -87,10 +88,7 @@ class OneGenerator(Ranks):
         return await self._one("start_generate", prompts, params, seed_indices, adapter, phase="generate")
 
     async def finished_groups(self, call: int, at_least: int = 1) -> list[Group]:
-        """The prompts that have finished since the last answer: `at_least`, or all that are left.
-
-        Aborts the call if the wait fails or is cancelled.
-        """
+        """The prompts finished since the last answer, once `at_least` are; a failed wait aborts the call."""
         try:
             return await self._one("finished_groups", call, at_least, phase="generate")
         except BaseException:
@@ -138,10 +136,11 @@ class OneGenerator(Ranks):
         if self._mesh is None:
             return None
         silence = Silence()
+        limit = seconds if self.known else max(seconds, STARTING)
         pause = min(seconds / 20, LONGEST_CHECK_PAUSE)
         beat: asyncio.Task[list[Heartbeat]] | None = None
         try:
-            while silence.seconds < seconds:
+            while silence.seconds < limit:
                 begin = time.monotonic()
                 beat = beat or asyncio.ensure_future(collect(self._mesh.heartbeat))
                 await asyncio.wait((beat,), timeout=pause)
@@ -153,14 +152,15 @@ class OneGenerator(Ranks):
                     [answer] = beat.result()
                     beat = None
                     await asyncio.sleep(pause)
-                # if the two waits took longer than twice the pause, this process was suspended or busy
+                # at most, because this process may have been suspended
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
+                    limit = seconds if self.known else limit
                     self._note_sign(0)
         finally:
             if beat is not None:
                 beat.cancel()
-        return ActorSilentError(f"{self.name}: no sign of life for {seconds:g} s {self._phase()}", self.name)
+        return ActorSilentError(f"{self.name}: no sign of life for {limit:g} s {self._phase()}", self.name)
 
 
 class Silence:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 
 import psutil
@@ -146,6 +147,17 @@ def test_an_engine_core_that_is_killed_or_stopped_in_its_first_start_is_replaced
         assert generator.num_restarts == 1 and gone(cores[0])
         cause = "vLLM's engine core ended at its start" if number == signal.SIGKILL else "no sign of life"
         assert cause in lines[0]
+
+
+def test_a_generator_that_is_silent_in_its_setup_is_not_replaced_after_silent_after():
+    with GeneratorClient.spawn(replace(config(), restarts=RestartPolicy(silent_after=1.0)), name="slow") as generator:
+        wait_until(lambda: generator._fleet.replicas[0].client._mesh is not None)
+        process = support.process_of("slow-0")
+        process.suspend()
+        time.sleep(5)  # five times silent_after
+        process.resume()
+        generator.ready().result()
+        assert generator.num_restarts == 0 and support.process_of("slow-0").pid == process.pid
 
 
 def test_two_generators_survive_the_death_of_one_in_a_call_and_of_the_other_in_a_pull(transport, expected):
