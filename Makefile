@@ -21,8 +21,9 @@ check: setup ## lint, formatting, types, and which modules may import which
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
 
 # For two cores three test processes, because tests also wait, with one thread each: with more threads every kernel would wait for its slowest.
+# Where images set PYTHONDONTWRITEBYTECODE, each of the many processes would compile all modules again.
 test: setup ## the quick tests, which take minutes
-	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n 3 --dist loadscope -m "not slow and not gpu" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n 3 --dist loadscope -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## every test that needs no GPU
 	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
