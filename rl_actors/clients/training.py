@@ -216,7 +216,9 @@ class TrainingClient(Client):
                 await session.ranks.writing
         self._raise_failed_save()
         version = await session.first(PolicyTrainer.save_checkpoint, path, optimizer)
-        writing = in_background(session.written(path), f"{session.name}: writing {path}")
+        written = asyncio.ensure_future(session.written(path))
+        await asyncio.sleep(0)  # it begins before the answer, after which a `close` would refuse it
+        writing = in_background(asyncio.wait_for(written, None), f"{session.name}: writing {path}")
         session.ranks.writing = self._unwaited = writing
         return SavedCheckpoint(path=path, policy_version=version, wait=lambda: self._wait_for(writing))
 

@@ -70,9 +70,7 @@ class TrainEngine:
         deadlines.set_timeouts(self.built.parallel_dims, config.collective_timeout)
 
     def warm_up(self) -> None:
-        """Compile what the first call would otherwise wait for: full rows, and then rows of any length.
-        Changes no numbers.
-        """
+        """Compile for full rows, and then for rows of any length. Changes no numbers."""
         config = self.config
         length = config.max_sequence_length
         num_samples = config.tokens_per_row // length * config.rows_per_microbatch * self.num_data_ranks

@@ -8,6 +8,8 @@ import support
 from waiting import GUARD
 
 from rl_actors import OptimParams, TrainerClient
+from rl_actors.clients import training
+from rl_actors.clients.call import in_background
 
 STEP = OptimParams(learning_rate=0.01)
 
@@ -39,6 +41,17 @@ def test_training_goes_on_while_a_checkpoint_is_written(trainer, hold, tmp_path)
     durable.result(GUARD)
     assert (tmp_path / "checkpoint/.metadata").exists()
     assert trainer.load_checkpoint(saved.path).result() == version
+
+
+def test_a_client_that_is_closed_at_once_has_begun_to_wait_for_the_checkpoint(trainer, tmp_path, monkeypatch):
+    def close_before(coroutine, what):
+        trainer._actors.is_closed = True
+        return in_background(coroutine, what)
+
+    monkeypatch.setattr(training, "in_background", close_before)
+    saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    saved.wait().result()
+    assert (tmp_path / "checkpoint/.metadata").exists()
 
 
 def test_a_second_save_waits_for_the_first(trainer, hold, tmp_path):
