@@ -4,7 +4,6 @@ Because this file exists, pytest puts this folder on the import path, so tests c
 """
 
 import functools
-import json
 import os
 import signal
 import sys
@@ -50,18 +49,19 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture
-def dry_run(monkeypatch, capsys):
-    """A function: dry_run(folder, arguments of controllers.grpo) -> the JSON that `--dry-run` prints in this folder.
+def command_line(monkeypatch, tmp_path, capsys):
+    """command_line("--dry-run") runs `python -m controllers.grpo --dry-run` in this process, and returns exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
-    It runs in this process, because each process would import the loop for seconds.
-    """
-
-    def run(folder: Path, arguments: list[str]) -> dict:
-        monkeypatch.chdir(folder)
-        monkeypatch.syspath_prepend(str(folder))
-        monkeypatch.setattr(sys, "argv", ["controllers.grpo", *arguments, "--dry-run"])
-        launch.start_loop("controllers.grpo")  # exits if it refuses the command
-        return json.loads(capsys.readouterr().out)
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["controllers.grpo", *map(str, arguments)])
+        try:
+            launch.start_loop("controllers.grpo")
+            status = 0
+        except SystemExit as error:
+            status = error.code
+        return status, *capsys.readouterr()
 
     return run
 

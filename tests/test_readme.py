@@ -67,6 +67,8 @@ def test_the_student_of_the_distillation_program_comes_near_its_teacher(tmp_path
 
 def test_the_loop_in_the_readme_takes_the_flags_of_every_loop(tmp_path):
     (tmp_path / "my_loop.py").write_text(PROGRAMS[LOOP])
+    shown = json.loads(run([sys.executable, "my_loop.py", "--steps", "3", "--dry-run"], tmp_path).stdout)
+    assert shown["steps"] == 3
     [command] = re.findall(r"^\.venv/bin/python (my_loop.py .*--plan)", README, re.MULTILINE)
     assert "trainer-0" in run([sys.executable, *command.split()], tmp_path).stdout
 
@@ -83,12 +85,14 @@ def test_the_loop_in_the_readme_trains(tmp_path):
     assert "mine" in (tmp_path / "run/report.html").read_text()
 
 
-def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path, dry_run):
+def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path, command_line):
     source = tmp_path / "my_task.py"
     source.write_text(PROGRAMS[TASK])
     [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*my_task.*)$", README, re.MULTILINE)
     # --dry-run builds the task, and encodes its held-out problems and a thousand training problems.
-    assert dry_run(tmp_path, command.split())["environment"]["task"] == "my_task:LargestDigit"
+    status, out, err = command_line(*command.split(), "--dry-run")
+    assert status == 0, err
+    assert json.loads(out)["environment"]["task"] == "my_task:LargestDigit"
     spec = importlib.util.spec_from_file_location("my_task", source)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -101,19 +105,23 @@ def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path, dry
         assert task.reward(problem, problem.answer) == 1.0 and task.reward(problem, "") == 0.0
 
 
-def test_the_command_below_the_task_in_tasks_md_accepts_the_task(tmp_path, dry_run):
+def test_the_command_below_the_task_in_tasks_md_accepts_the_task(tmp_path, command_line):
     (tmp_path / "next_letter.py").write_text(PROGRAMS["letters"])
     [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*next_letter.*)$", DOCS["tasks.md"], re.MULTILINE)
-    config = dry_run(tmp_path, command.split())
+    status, out, err = command_line(*command.split(), "--dry-run")
+    assert status == 0, err
+    config = json.loads(out)
     assert config["environment"]["task"] == "next_letter:NextLetter"
     assert config["alphabet"] == "=abcdefghijklmnopqrstuvwxyz" and config["trainer"]["model"]["vocab_size"] == 29
 
 
-def test_the_command_below_the_episode_in_episodes_md_accepts_the_episode(tmp_path, dry_run):
+def test_the_command_below_the_episode_in_episodes_md_accepts_the_episode(tmp_path, command_line):
     source = tmp_path / "counting.py"
     source.write_text(PROGRAMS["episode"])
     [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*counting.*)$", DOCS["episodes.md"], re.MULTILINE)
-    config = dry_run(tmp_path, command.split())
+    status, out, err = command_line(*command.split(), "--dry-run")
+    assert status == 0, err
+    config = json.loads(out)
     assert config["environment"]["task"] == "counting:Counting" and config["alphabet"] == "+0123456789"
     module = runpy.run_path(str(source))
     task = module["Counting"](seed=0, num_held_out=1)

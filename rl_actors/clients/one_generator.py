@@ -88,7 +88,8 @@ class OneGenerator(Ranks):
         return await self._one("start_generate", prompts, params, seed_indices, adapter, phase="generate")
 
     async def finished_groups(self, call: int, at_least: int = 1) -> list[Group]:
-        """The prompts finished since the last answer, once `at_least` are; a failed wait aborts the call."""
+        """The prompts that have finished since the last answer: `at_least`, or all that are left.
+        Aborts the call if the wait fails or is cancelled."""
         try:
             return await self._one("finished_groups", call, at_least, phase="generate")
         except BaseException:
@@ -152,8 +153,7 @@ class OneGenerator(Ranks):
                     [answer] = beat.result()
                     beat = None
                     await asyncio.sleep(pause)
-                # at most, because this process may have been suspended
-                silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
+                silence.saw(answer, min(time.monotonic() - begin, 2 * pause))  # this process may have been suspended
                 if silence.seconds == 0:
                     limit = seconds if self.known else limit
                     self._note_sign(0)

@@ -3,7 +3,6 @@
 --plan starts no run and writes no file.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from configs.qwen3 import qwen3_4b, qwen3_8b, qwen3_8b_one_gpu
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
 from configs.tiny import tiny
 from controllers.program import describe_plan
-from controllers.program.launch import start_loop
 from rl_actors.memory_estimate import memory
 
 ROOT = Path(__file__).parents[2]
@@ -297,9 +295,8 @@ def test_the_plan_has_the_size_of_a_checkpoint_which_is_the_same_in_every_layout
     assert "checkpoints:" not in describe_plan.describe(replace(config, checkpoint_every=0))
 
 
-def test_the_command_line_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["controllers.grpo", "--config", "tiny", "--plan"])
-    start_loop("controllers.grpo")
-    assert capsys.readouterr().out == describe_plan.describe(tiny()) + "\n"
+def test_the_command_line_prints_the_plan_and_writes_nothing(command_line, tmp_path):
+    status, out, err = command_line("--config", "tiny", "--plan")
+    assert status == 0, err
+    assert out == describe_plan.describe(tiny()) + "\n"
     assert list(tmp_path.iterdir()) == []

@@ -20,23 +20,6 @@ from controllers.program import cli, launch
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without GPUs")
 
 
-@pytest.fixture
-def command_line(monkeypatch, tmp_path, capsys):
-    """command_line("--dry-run") runs `python -m controllers.grpo --dry-run` in this process, and returns exit status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["controllers.grpo", *map(str, arguments)])
-        try:
-            launch.start_loop("controllers.grpo")
-            status = 0
-        except SystemExit as error:
-            status = error.code
-        return status, *capsys.readouterr()
-
-    return run
-
-
 @on_cpu
 def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_advice(command_line, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
