@@ -51,9 +51,7 @@ def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
     moves = list(moves)
     slowest = max(moves, key=lambda move: move.seconds)
     return HostMove(
-        num_bytes=sum(move.num_bytes for move in moves),
-        seconds=slowest.seconds,
-        buffer_seconds=slowest.buffer_seconds,
+        num_bytes=sum(move.num_bytes for move in moves), seconds=slowest.seconds, buffer_seconds=slowest.buffer_seconds
     )
 
 

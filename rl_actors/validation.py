@@ -305,9 +305,7 @@ _POSITIVE = _Limit(_is_number, lambda x: 0 < x < math.inf, "a positive, finite n
 # Logits are divided by it: lower it overflows, higher all tokens are equally likely.
 _TEMPERATURE = _Limit(_is_number, lambda x: 1e-6 <= x <= 1e6, "a positive, finite number from 1e-06 to 1e+06")
 _POSITIVE_OR_NONE = _Limit(
-    lambda x: x is None or _is_number(x),
-    lambda x: x is None or 0 < x < math.inf,
-    "a positive, finite number, or None",
+    lambda x: x is None or _is_number(x), lambda x: x is None or 0 < x < math.inf, "a positive, finite number, or None"
 )
 OPTIM_LIMITS = {
     "learning_rate": _AT_LEAST_ZERO,

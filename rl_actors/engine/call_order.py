@@ -9,33 +9,20 @@ OPEN = "open"
 BROKEN = "broken"
 INCONSISTENT = "inconsistent"
 
+_ANYTIME = {
+    "forward",
+    "forward_backward",
+    "discard_gradients",
+    "offload",
+    "onload",
+    "push_model_state_dict",
+    "export_hf",
+    "export_lora",
+}
 # Calls that only read do not change the state. `info` is always legal.
 LEGAL = {
-    IDLE: {
-        "forward",
-        "forward_backward",
-        "discard_gradients",
-        "save_checkpoint",
-        "load_checkpoint",
-        "pull_model_state_dict",
-        "profile",
-        "offload",
-        "onload",
-        "push_model_state_dict",
-        "export_hf",
-        "export_lora",
-    },
-    OPEN: {
-        "forward",
-        "forward_backward",
-        "optim_step",
-        "discard_gradients",
-        "offload",
-        "onload",
-        "push_model_state_dict",
-        "export_hf",
-        "export_lora",
-    },
+    IDLE: _ANYTIME | {"save_checkpoint", "load_checkpoint", "pull_model_state_dict", "profile"},
+    OPEN: _ANYTIME | {"optim_step"},
     BROKEN: {"discard_gradients"},
     INCONSISTENT: {"load_checkpoint", "pull_model_state_dict"},
 }

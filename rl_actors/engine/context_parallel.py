@@ -31,10 +31,7 @@ class RowShards:
         names = ("tokens_BL", "targets_BL", "positions_BL", "temperatures_BL", "is_padding_BL")
         named = {name: getattr(batch, name) for name in names} | {"index_BC": index_BL}
         shards, masks = cp_shard(
-            self.mesh,
-            (*named.values(), *batch.columns.values()),
-            self.masks(batch.positions_BL),
-            self.load_balancer,
+            self.mesh, (*named.values(), *batch.columns.values()), self.masks(batch.positions_BL), self.load_balancer
         )
         return BatchShard(
             **dict(zip(named, shards[: len(named)], strict=True)),

@@ -29,12 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def export_checkpoint(
-    checkpoint: str,
-    config: TrainerConfig,
-    path: str,
-    *,
-    dtype: str = "float32",
-    texts: Mapping[str, str] | None = None,
+    checkpoint: str, config: TrainerConfig, path: str, *, dtype: str = "float32", texts: Mapping[str, str] | None = None
 ) -> None:
     """Write what TrainEngine.export_hf would write, and texts (see hf.write_model).
 

@@ -29,13 +29,7 @@ class LogprobHead:
         self.target_logprobs = TargetLogprobs(fuse)
 
     def __call__(
-        self,
-        outputs: Tensor,
-        targets_BL: Tensor,
-        temperatures_BL: Tensor,
-        *,
-        with_entropy: bool,
-        top_k: Tensor | None,
+        self, outputs: Tensor, targets_BL: Tensor, temperatures_BL: Tensor, *, with_entropy: bool, top_k: Tensor | None
     ) -> Values:
         """outputs: [B, L, V]. top_k: ids [B, L, K] whose logprobs are wanted."""
         logits = Logits.of(outputs, temperatures_BL)
@@ -54,13 +48,7 @@ class ValueHead:
     output: ClassVar[str] = "values"
 
     def __call__(
-        self,
-        outputs: Tensor,
-        targets_BL: Tensor,
-        temperatures_BL: Tensor,
-        *,
-        with_entropy: bool,
-        top_k: Tensor | None,
+        self, outputs: Tensor, targets_BL: Tensor, temperatures_BL: Tensor, *, with_entropy: bool, top_k: Tensor | None
     ) -> Values:
         """outputs: [B, L, 1]. Raises ValueError for with_entropy and top_k."""
         if with_entropy or top_k is not None:

@@ -66,11 +66,7 @@ def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict
     # Every rank holds a piece of every row; DTensor's own arithmetic takes several times as long.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     heads_GRWD = local.unflatten(0, (num_groups, num_queries + 2, width))
-    heads = {
-        "wq": heads_GRWD[:, :num_queries],
-        "wk": heads_GRWD[:, num_queries],
-        "wv": heads_GRWD[:, num_queries + 1],
-    }
+    heads = {"wq": heads_GRWD[:, :num_queries], "wk": heads_GRWD[:, num_queries], "wv": heads_GRWD[:, num_queries + 1]}
     split: dict[str, Tensor] = {}
     for part, part_heads in heads.items():
         rows = part_heads.reshape(-1, local.shape[1])

@@ -63,13 +63,7 @@ class ChunkedHead:
     """Applies the output projection, which the model skips, to `chunk_tokens` positions at a time."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        chunk_tokens: int,
-        head: Head,
-        *,
-        keep_head: bool = True,
-        min_chunks: int = 1,
+        self, model: nn.Module, chunk_tokens: int, head: Head, *, keep_head: bool = True, min_chunks: int = 1
     ) -> None:
         """keep_head: FSDP gathers last norm and output projection once for both."""
         model._skip_lm_head = True

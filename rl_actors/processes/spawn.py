@@ -38,14 +38,7 @@ from torch.distributed import TCPStore
 
 from rl_actors.processes import collector, kernel_caches, threads
 from rl_actors.processes.address import lead_gloo_to
-from rl_actors.processes.output import (
-    LOG_VARIABLE,
-    LogRoute,
-    RoutedOutput,
-    default_log_route,
-    route_logs,
-    stderr_to,
-)
+from rl_actors.processes.output import LOG_VARIABLE, LogRoute, RoutedOutput, default_log_route, route_logs, stderr_to
 from rl_actors.processes.races import awaited
 
 if TYPE_CHECKING:

@@ -15,11 +15,7 @@ from rl_actors.processes.address import Address
 AUTHORITY = "authority.pem"
 CERTIFICATE = "certificate.pem"
 KEY = "key.pem"
-MONARCH_VARIABLES = {
-    "HYPERACTOR_TLS_CERT": CERTIFICATE,
-    "HYPERACTOR_TLS_KEY": KEY,
-    "HYPERACTOR_TLS_CA": AUTHORITY,
-}
+MONARCH_VARIABLES = {"HYPERACTOR_TLS_CERT": CERTIFICATE, "HYPERACTOR_TLS_KEY": KEY, "HYPERACTOR_TLS_CA": AUTHORITY}
 """Where Monarch 0.7 reads the paths of its certificates; spawned processes inherit them."""
 
 

@@ -54,12 +54,7 @@ class IndexedTransport(Transport):
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             room = room_for_slots(free, torch.cuda.memory_reserved(device), self.training_bytes)
-        place = choose(
-            num_bytes,
-            weights_on_gpu=device.type == "cuda",
-            path=self.weights.path,
-            room=room,
-        )
+        place = choose(num_bytes, weights_on_gpu=device.type == "cuda", path=self.weights.path, room=room)
         where = "on the GPU" if place.on_gpu else "in memory of the host"
         logger.info(
             "slots for the weights: %d %s, each of %.3f GB, because %s",
