@@ -3,7 +3,7 @@ move.
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 Part = Literal["weights", "gradients", "optimizer"]
@@ -31,28 +31,20 @@ class HostMove:
         return self.num_bytes / 1e9 / copying if copying > 0 else 0.0
 
     def then(self, later: "HostMove") -> "HostMove":
-        return HostMove(
-            num_bytes=self.num_bytes + later.num_bytes,
-            seconds=self.seconds + later.seconds,
-            buffer_seconds=self.buffer_seconds + later.buffer_seconds,
-        )
+        names = [field.name for field in fields(self)]
+        return HostMove(**{name: getattr(self, name) + getattr(later, name) for name in names})
 
     def since(self, earlier: "HostMove") -> "HostMove":
         """The moves between two moments; both HostMoves are sums since the trainer's start."""
-        return HostMove(
-            num_bytes=self.num_bytes - earlier.num_bytes,
-            seconds=self.seconds - earlier.seconds,
-            buffer_seconds=self.buffer_seconds - earlier.buffer_seconds,
-        )
+        names = [field.name for field in fields(self)]
+        return HostMove(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
 
 def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
     """One move of each rank, at the same time: the sum of bytes, the slowest rank's seconds."""
     moves = list(moves)
     slowest = max(moves, key=lambda move: move.seconds)
-    return HostMove(
-        num_bytes=sum(move.num_bytes for move in moves), seconds=slowest.seconds, buffer_seconds=slowest.buffer_seconds
-    )
+    return replace(slowest, num_bytes=sum(move.num_bytes for move in moves))
 
 
 def require_parts(call: str, parts: Collection[str]) -> None:
