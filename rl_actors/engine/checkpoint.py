@@ -4,7 +4,7 @@ All ranks call require_checkpoint, require_replaceable, load and CheckpointWrite
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,6 +28,7 @@ from rl_actors.types import MAX_NAMES_REPORTED
 
 METADATA = ".metadata"
 HEAD = "lm_head.weight"
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class State(TypedDict):
@@ -58,11 +59,7 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     if built.has_value_head and not optimizer:
         here.pop(f"model.{HEAD}", None)
     unknown = [name for name in there if name.startswith("model.") and name not in known]
-    differing = [
-        difference(name, there.get(name), here.get(name), "the model")
-        for name in (*here, *unknown)
-        if there.get(name) != here.get(name)
-    ]
+    differing = differences([*here, *unknown], there, here, "the model")
     found_by_any = list(dict.fromkeys(chain.from_iterable(by_rank(differing))))
     if found_by_any:
         raise ValueError(f"{path} holds another model: {'; '.join(found_by_any[:MAX_NAMES_REPORTED])}")
@@ -79,13 +76,17 @@ def read_metadata(path: str | Path) -> dict[str, object]:
         raise ValueError(f"{Path(path) / METADATA} is cut off or corrupt: {error!r}") from None
 
 
-def difference(name: str, there: tuple[int, ...] | None, here: tuple[int, ...] | None, what: str) -> str:
-    """The error of a tensor's shape. None: no such tensor. what: whose shape `here` is."""
-    if there is None:
-        return f"{name} is not in the checkpoint"
-    if here is None:
-        return f"{name} is not in {what}"
-    return f"{name} is {there} in the checkpoint but {here} in {what}"
+def differences(names: Iterable[str], there: Shapes, here: Shapes, what: str) -> list[str]:
+    """The errors of the tensors with these names. what: whose shapes are in `here`."""
+    found = []
+    for name in names:
+        if name not in there:
+            found.append(f"{name} is not in the checkpoint")
+        elif name not in here:
+            found.append(f"{name} is not in {what}")
+        elif there[name] != here[name]:
+            found.append(f"{name} is {there[name]} in the checkpoint but {here[name]} in {what}")
+    return found
 
 
 def require_replaceable(path: str | Path) -> None:

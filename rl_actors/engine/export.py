@@ -19,13 +19,12 @@ from rl_actors import adapters
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import hf, lora
 from rl_actors.engine.build import qwen3_config
-from rl_actors.engine.checkpoint import difference, is_checkpoint, plain_errors, read_metadata
+from rl_actors.engine.checkpoint import Shapes, differences, is_checkpoint, plain_errors, read_metadata
 from rl_actors.finite import require_finite
 from rl_actors.trusted_files import require_trusted
 from rl_actors.types import MAX_NAMES_REPORTED
 
 LAYER = re.compile(r"\.(\d+)\.")
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def export_checkpoint(
@@ -88,12 +87,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> Shapes:
     with torch.device("meta"):
         model = lora.convert(qwen3_config(config.model, fuse_qkv=not config.lora.rank), config.lora).build()
     here = {name: tuple(tensor.shape) for name, tensor in lora.checkpointed(model).items()}
-    differing = [
-        difference(name, there.get(name), here.get(name), "the config")
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
-    ]
-    if differing:
+    if differing := differences(sorted(there.keys() | here.keys()), there, here, "the config"):
         raise ValueError(f"{checkpoint} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
     return there
 
