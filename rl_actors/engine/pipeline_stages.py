@@ -15,6 +15,8 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.qwen3 import parallelize_qwen3
 
+META = torch.device("meta")
+
 
 def split_into_stages(
     model: nn.Module,
@@ -80,20 +82,20 @@ class Stage(PipelineStage):
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
         for number in self.args_recv_info:
-            _release(self.args_recv_info[number])
+            _allocate(self.args_recv_info[number], META)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         super()._setup_backward_recv_info(num_microbatches)
         for number in self.grad_recv_info:
-            _release(self.grad_recv_info[number])
+            _allocate(self.grad_recv_info[number], META)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int):
-        self._allocate(self.args_recv_info[fwd_chunk_id])
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int):
         if self.has_backward:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(
@@ -105,21 +107,18 @@ class Stage(PipelineStage):
             # of the hidden states.
             loss.detach_()
         self.fwd_cache.pop(bwd_chunk_id, None)
-        _release(self.args_recv_info[bwd_chunk_id])
-        _release(self.grad_recv_info.get(bwd_chunk_id, ()))
-
-    def _allocate(self, received: Sequence[Any]) -> None:
-        """received: torch's records of the tensors that a stage receives."""
-        for info in received:
-            if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
+        _allocate(self.args_recv_info[bwd_chunk_id], META)
+        _allocate(self.grad_recv_info.get(bwd_chunk_id, ()), META)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Does nothing: no shapes are inferred, and torch's would drop accumulated gradients."""
 
 
-def _release(received: Sequence[Any]) -> None:
-    """Free receive buffers, but keep their shapes and dtypes."""
+def _allocate(received: Sequence[Any], device: torch.device) -> None:
+    """New receive buffers; META frees them, but keeps their shapes and dtypes.
+
+    received: torch's records of the tensors that a stage receives.
+    """
     for info in received:
         if info.buffer is not None:
-            info.buffer = torch.empty_like(info.buffer, device="meta")
+            info.buffer = torch.empty_like(info.buffer, device=device)
