@@ -76,15 +76,13 @@ def await_receipt(connection: socket.socket) -> None:
     connection.sendall(ACCEPTED)
 
 
-def send_nonce(connection: socket.socket) -> bytes:
-    """Ask for the next request, and return the random bytes to be signed with it."""
+def receive_request(connection: socket.socket, secret: bytes) -> Request:
+    """Send the random bytes to be signed with the next request, and wait for it.
+
+    Raises ValueError if it is signed with another secret or cannot be read.
+    """
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce)
-    return nonce
-
-
-def receive_request(connection: socket.socket, secret: bytes, nonce: bytes) -> Request:
-    """Wait for a request. Raises ValueError if it is signed with another secret or cannot be read."""
     text = receive_block(connection, MAX_REQUEST_BYTES)
     if not hmac.compare_digest(receive(connection, SIGNATURE_BYTES), _signature(secret, nonce, text)):
         raise ValueError("the request is signed with another secret")

@@ -98,7 +98,7 @@ def _serve(connection: socket.socket, served: Served) -> None:
         connection.settimeout(served.timeout)
         send: Callable[[Slot, Request], None] | None = None
         while True:
-            request = control.receive_request(connection, served.secret, control.send_nonce(connection))
+            request = control.receive_request(connection, served.secret)
             connection.settimeout(served.timeout)
             if send is None:
                 send = MAKE_SENDER[request.path](connection, served.timeout, stack)
