@@ -247,18 +247,12 @@ def _saved_by_policy(model: ModelConfig, layer: int, d: float, tensor: int, cont
         # each expert of a token reads a copy of its hidden state and writes one
         copies = 2 * model.hidden_size + 4 * model.moe_intermediate_size
         everything += model.num_experts_per_tok * copies / tensor
+        width = model.num_experts_per_tok * model.moe_intermediate_size / tensor
     else:
         everything += 4 * model.intermediate_size / tensor
-    width = _width(model, layer) / tensor
+        width = model.intermediate_size / tensor
     selective = 2 * d + gathered + q + width
     return {"none": everything, "products": selective + d + width, "selective": selective, "full": d}
-
-
-def _width(model: ModelConfig, layer: int) -> int:
-    """Inner width of the MLP, or of all of a token's experts."""
-    if model.has_experts(layer):
-        return model.num_experts_per_tok * model.moe_intermediate_size
-    return model.intermediate_size
 
 
 def _gathered(config: TrainerConfig, size: int) -> float:

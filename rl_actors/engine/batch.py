@@ -150,7 +150,9 @@ def make_batch(
     has_no_target_BL = targets_BL == IGNORE_TARGET
     columns: dict[str, Tensor] = {}
     for name in column_names:
-        column = to_device(pieces.column(name, _absent(samples, name)))
+        # where there is no value: a scalar 0, or K zeros for TOP_K_COLUMNS
+        shape = samples[0].columns[name].shape[1:] if name in TOP_K_COLUMNS else ()
+        column = to_device(pieces.column(name, torch.zeros(shape, dtype=column_dtype(name))))
         # so that these positions add nothing to losses and metrics
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
@@ -164,12 +166,6 @@ def make_batch(
         index_N=(~is_padding_BL).flatten().nonzero()[:, 0],
         to_device=to_device,
     )
-
-
-def _absent(samples: Sequence[Sample], name: str) -> Tensor:
-    """A column's value where there is none: a scalar 0, or K zeros for TOP_K_COLUMNS."""
-    shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
-    return torch.zeros(shape, dtype=column_dtype(name))
 
 
 class MicrobatchOutput:

@@ -97,13 +97,9 @@ def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The whole model's shapes, by Hugging Face's names."""
-    return {name: tuple(tensor.shape) for name, tensor in hf_adapter(config).to_hf(whole_state(config)).items()}
-
-
-def whole_state(config: ModelConfig) -> dict[str, Tensor]:
-    """The whole model under torchtitan's names, query, key and value apart, on the meta device."""
     with torch.device("meta"):
-        return qwen3_config(config).build().state_dict()
+        state = qwen3_config(config).build().state_dict()  # query, key and value apart
+    return {name: tuple(tensor.shape) for name, tensor in hf_adapter(config).to_hf(state).items()}
 
 
 def load(built: BuiltModel, path: str) -> None:

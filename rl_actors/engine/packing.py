@@ -201,12 +201,8 @@ def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
     """(a rank's positions with padding, the slowest ranks' attention cost), less for faster plans."""
     slowest = 0
     for batches in zip(*ranks, strict=True):
-        slowest += max(_cost_of(lengths, batch) for batch in batches)
+        slowest += max(sum(attention_cost(lengths, row) for row in batch.rows) for batch in batches)
     return sum(len(batch.rows) * batch.row_length for batch in ranks[0]), slowest
-
-
-def _cost_of(lengths: Sequence[int], batch: Microbatch) -> int:
-    return sum(attention_cost(lengths, row) for row in batch.rows)
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:

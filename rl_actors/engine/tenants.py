@@ -108,9 +108,8 @@ class Tenants:
         self.memory.onload()
         this_machine().wait()  # FSDP's streams read weights and write gradients
         drop_gathered_weights(self.built.model)
-        weights = [local(parameter.detach()).clone() for parameter in self.trained]
         self.in_use.stash = Stash(
-            weights=weights,
+            weights=[local(parameter.detach()).clone() for parameter in self.trained],
             gradients=[parameter.grad for parameter in self.trained],
             states=[dict(optimizer.state) for optimizer in self._optimizers],
             groups=self._group_settings(),

@@ -129,8 +129,12 @@ class TrainEngine:
         self.memory.onload(["weights"])
         # a loss reads all columns; `validate` has checked that all samples have them
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
-        with torch.no_grad(), self._evaluation():
-            return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
+        self.built.model.eval()  # torchtitan then does not count the tokens of experts
+        try:
+            with torch.no_grad():
+                return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
+        finally:
+            self.built.model.train()
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients, and open a step.
@@ -379,12 +383,3 @@ class TrainEngine:
         except BaseException:
             self.step.mark_broken(weights=weights)
             raise
-
-    @contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        """In eval mode torchtitan does not count the tokens of experts."""
-        self.built.model.eval()
-        try:
-            yield
-        finally:
-            self.built.model.train()
