@@ -3,14 +3,13 @@ of a dead one to the others, and gives all the same weights.
 """
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -309,8 +308,15 @@ class Fleet:
             parts: dict[int, list[int]] = {}
             for index in indices:
                 parts.setdefault(self._router.assign(prompts[index], n, healthy), []).append(index)
-            lost = await gather_all([send(replica_index, part) for replica_index, part in parts.items()])
-            indices = sorted(itertools.chain.from_iterable(lost))
+            sending = [send(replica_index, part) for replica_index, part in parts.items()]
+            indices = []
+            # all end before the first error is raised; a single one gets a task, too: else it could
+            # overtake an earlier call whose task has not started
+            for lost in await asyncio.gather(*sending, return_exceptions=True):
+                if isinstance(lost, BaseException):
+                    raise lost
+                indices += lost
+            indices.sort()
 
     async def pull(self, version: int, timeout: float, in_flight: bool) -> None:
         """Let all healthy generators pull the version; others pull it before they become healthy.
@@ -479,16 +485,6 @@ class Fleet:
 def is_death(client: OneGenerator, error: BaseException) -> bool:
     """True if the error says that a generator has died that the fleet spawned and so can replace."""
     return client.is_owned and isinstance(error, ActorDiedError)
-
-
-async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """The results, in order. If some fail, waits for all and raises the first error."""
-    # a single one gets a task, too: else it could overtake an earlier call whose task has not started
-    results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return cast(list[T], results)
 
 
 def _of_all(answers: Sequence[DeviceMemory]) -> DeviceMemory:

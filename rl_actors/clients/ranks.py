@@ -147,7 +147,8 @@ class Ranks:
 
     async def kill(self) -> None:
         self.is_closed = True
-        processes = [] if self._processes is None else self._processes.of_this_host()
+        everywhere = [] if self._processes is None else self._processes.processes
+        processes = [process for process in everywhere if process.handle is not None]
         for process in processes:
             process.kill()
         # `close` would wait for an answer of a killed process that has not ended yet.

@@ -99,7 +99,10 @@ def connect(
     if certificates:
         tls.use_for_monarch(certificates)
     for worker in workers:
-        _require_listening(worker)
+        if reason := refusal(worker):  # Monarch itself would wait for ever
+            raise ConnectionError(
+                f"no worker listens at {worker} ({reason}); start one there: make worker ADDRESS={worker}"
+            )
     own_address = address_towards(workers[0].host, workers[0].port)
     prepare_this_process()
     try:
@@ -178,14 +181,6 @@ def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None
                     "and of the worker are in this program's output"
                 )
             time.sleep(PAUSE)
-
-
-def _require_listening(worker: Address) -> None:
-    """Monarch itself would wait for ever."""
-    if reason := refusal(worker):
-        raise ConnectionError(
-            f"no worker listens at {worker} ({reason}); start one there: make worker ADDRESS={worker}"
-        )
 
 
 def refusal(worker: Address) -> str | None:

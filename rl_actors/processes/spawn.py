@@ -144,9 +144,6 @@ class ProcessMesh:
     processes: list[Process]
     rendezvous: TCPStore = field(repr=False)  # keeps the ranks' store alive
 
-    def of_this_host(self) -> list[Process]:
-        return [process for process in self.processes if process.handle is not None]
-
     async def wait_any_exit(self) -> Process:
         """Wait until a process of this host has ended; for ever if there is none."""
         loop = asyncio.get_running_loop()

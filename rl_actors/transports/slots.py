@@ -135,7 +135,7 @@ class Slot:
         self.number = number
         self.device = device
         text = layout.to_json()
-        self.data_offset = _round_up(PAGE + len(text), PAGE)
+        self.data_offset = -(-(PAGE + len(text)) // PAGE) * PAGE  # the next whole page
         self.token = secrets.token_bytes(16)
         self.fd = os.memfd_create(f"rl_actors_weights_{rank}_{number}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
@@ -357,7 +357,3 @@ def _require(memory: mmap.mmap, key: str, slot: str) -> None:
 def _key_in(memory: mmap.mmap) -> str:
     length = memory[KEY_OFFSET]
     return memory[KEY_OFFSET + 1 : KEY_OFFSET + 1 + length].decode()
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
