@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,13 +90,9 @@ class ModelConfig:
 
     def require_same(self, path: str) -> None:
         """Raises ValueError listing the dimensions that differ from those in `path`."""
-        found = ModelConfig.from_hf(path)
-        differing = []
-        for name in self.__dataclass_fields__:
-            here = getattr(self, name)
-            there = getattr(found, name)
-            if here != there:
-                differing.append(f"{name}={there} instead of {here}")
+        here = asdict(self)
+        found = asdict(ModelConfig.from_hf(path))
+        differing = [f"{name}={there} instead of {here[name]}" for name, there in found.items() if there != here[name]]
         if differing:
             raise ValueError(f"{path} holds another model: its config.json has {'; '.join(differing)}")
 

@@ -404,7 +404,5 @@ class GeneratorInfo:
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:
     """Positions with a target and a loss weight other than 0, the usual `grad_divisor`."""
-    count = 0
-    for sample in samples:
-        count += int(((sample.columns["loss_weights"] != 0) & (sample.targets != IGNORE_TARGET)).sum())
-    return float(count)
+    counts = [((sample.columns["loss_weights"] != 0) & (sample.targets != IGNORE_TARGET)).sum() for sample in samples]
+    return float(sum(counts))

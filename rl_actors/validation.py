@@ -171,9 +171,6 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
     def is_no_target(ids: np.ndarray) -> np.ndarray:
         return is_unknown(ids) & (ids != IGNORE_TARGET)
 
-    def is_not_finite(values: np.ndarray) -> np.ndarray:
-        return ~np.isfinite(values)
-
     tokens = {index: sample.tokens for index, sample in enumerate(samples)}
     _refuse_values(is_unknown, tokens, f"tokens[{{place}}]={{value}}, but {limit}")
     targets = {index: sample.targets for index, sample in enumerate(samples)}
@@ -184,7 +181,7 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
             columns.setdefault(name, {})[index] = column
     for name in sorted(columns):
         text = f"column {name!r} holds {{value}} at position {{place}}; it must be finite"
-        _refuse_values(is_not_finite, columns[name], text)
+        _refuse_values(lambda values: ~np.isfinite(values), columns[name], text)
     target_ids = columns.get("target_ids", {})
     _refuse_values(is_unknown, target_ids, f"target_ids[{{place}}] holds {{value}}, but {limit}")
 

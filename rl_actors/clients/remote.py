@@ -65,10 +65,9 @@ def encode(message: Message) -> bytes:
 
 def decode(line: bytes) -> Message:
     """The message in a line. Raises ValueError if the line is not from a service or its client."""
-    try:
+    message: object = None
+    with contextlib.suppress(ValueError, RecursionError):  # RecursionError: thousands of brackets
         message = json.loads(line)
-    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
-        raise ValueError(f"the other program sent {line[:60]!r}") from None
     if not isinstance(message, dict) or message.get("protocol") != PROTOCOL:
         raise ValueError(f"the other program sent {line[:60]!r}")
     return message
@@ -180,8 +179,7 @@ class RemoteProbe:
 
 def ask(address: str, wants: Message, *, certificates: str = "", timeout: float = ATTACH_TIMEOUT) -> Message:
     """A service's answer to a question such as {"wants": "status"}. Errors as `attach`."""
-    target = Address.parse(address)
-    connection, answer = _greet(target, wants, certificates, timeout)
+    connection, answer = _greet(Address.parse(address), wants, certificates, timeout)
     connection.close()
     return answer
 

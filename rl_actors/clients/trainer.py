@@ -282,9 +282,8 @@ class TrainerClient(ModelClient):
 
     async def _push_for(self, dtype: str) -> int:
         assert self.ranks.transport is not None
-        await announce(
-            self.ranks.transport, dtype
-        )  # the generator has not started yet, so it cannot announce its dtype
+        # the generator has not started yet, so it cannot announce its dtype
+        await announce(self.ranks.transport, dtype)
         return await self.session.first(PolicyTrainer.push_model_state_dict)
 
     def spawn_value_trainer(

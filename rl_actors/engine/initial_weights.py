@@ -41,9 +41,7 @@ def take_initialisers(whole: nn.Module) -> list[Initialiser]:
 @torch.no_grad()
 def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> None:
     """Fill this rank's parameters. Raises RuntimeError if one has no initialiser."""
-    held: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        held[canonical_fqn(name)] = parameter
+    held = {canonical_fqn(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     undrawn = set(held.values())
     torch.default_generator.manual_seed(seed)
     for initialiser in initialisers:

@@ -264,15 +264,11 @@ async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) ->
         result = await work
     except Exception as error:
         failure = error
-    results = []
-    failures = []
-    for rank, (of_rank, text) in enumerate(gather((result, repr(failure) if failure else ""))):
-        results.append(of_rank)
-        if text:
-            failures.append(f"rank {rank}: {text}")
+    answers = gather((result, repr(failure) if failure else ""))
+    failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
     if failures:
         raise failure or RuntimeError(f"push of version {version} failed: {'; '.join(failures)}")
-    return results
+    return [of_rank for of_rank, _ in answers]
 
 
 async def wait_for_manifest(transport: Transport, version: int, timeout: float) -> Manifest:
