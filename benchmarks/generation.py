@@ -72,6 +72,17 @@ def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
 # --- vLLM without this package's client --------------------------------------------------------------------------
 
 
+def own_process() -> "Core":
+    """A core in a process of its own, with vLLM's own scheduler."""
+    from rl_actors.vllm.core import OwnProcess
+
+    class VLLMsOwn(OwnProcess):
+        def options(self, config: GeneratorConfig) -> dict[str, object]:
+            return {name: value for name, value in super().options(config).items() if name != "scheduler_cls"}
+
+    return VLLMsOwn()
+
+
 def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
     """Start an LLMEngine. Returns a function that steps it until all requests have ended, and one that ends its core."""
     from vllm.inputs.engine import tokens_input
@@ -95,9 +106,14 @@ def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
-    from rl_actors.vllm.start import start_async_vllm
+    from rl_actors.vllm.start import arguments_of
 
-    engine, loop = start_async_vllm(config), asyncio.new_event_loop()
+    with arguments_of(config, own_process()) as arguments:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    loop = asyncio.new_event_loop()
 
     async def one(index: int, prompt: list[int], params: SamplingParams) -> None:
         async for _ in engine.generate(tokens_input(prompt), vllm_params(params, index)[0], str(index)):
@@ -113,11 +129,11 @@ def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
 
 
 def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
-    from rl_actors.vllm.core import Core, OwnProcess
+    from rl_actors.vllm.core import Core
 
     if way == "async":
         return start_async(config)
-    return start_llm(config, Core() if way == "stepped" else OwnProcess())
+    return start_llm(config, Core() if way == "stepped" else own_process())
 
 
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:

@@ -1507,10 +1507,10 @@ def _() -> None:
 
 @row("vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing, EngineArgs.scheduler_cls")
 def _() -> None:
-    """`vllm/clean_blocks.py` sets the first to True, so that vLLM fills new blocks of the KV cache
+    """`vllm/scheduler.py` sets the first to True, so that vLLM fills new blocks of the KV cache
     with zeros: attention on a CPU multiplies what earlier requests left in unused slots by 0, so a
     NaN there would reach other requests. With `scheduler_cls` a core in a process of its own
-    imports `vllm/clean_blocks.py`.
+    imports `vllm/scheduler.py`, which does it there.
 
     If it changes: silent: one request with NaN keys or values spoils later requests;
     `tests/test_clean_blocks.py`
@@ -1524,8 +1524,8 @@ def _() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker import cpu_model_runner, gpu_worker
 
-    from rl_actors.vllm import clean_blocks
     from rl_actors.vllm.core import SCHEDULER
+    from rl_actors.vllm.scheduler import scheduler
 
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     assert "kv_cache_config.needs_kv_cache_zeroing" in source(Scheduler.__init__)
@@ -1534,7 +1534,31 @@ def _() -> None:
     assert "def _zero_block_ids" in source(cpu_model_runner)
     assert "scheduler_cls" in parameters(EngineArgs)
     assert "resolve_obj_by_qualname(self.scheduler_cls)" in source(SchedulerConfig.get_scheduler_cls)
-    assert f"{clean_blocks.__name__}.{clean_blocks.scheduler.__name__}" == SCHEDULER
+    assert f"{scheduler.__module__}.{scheduler.__name__}" == SCHEDULER
+
+
+@row("vllm.v1.core.sched.scheduler.Scheduler; KVCacheManager.allocate_slots, cache_blocks; LogprobsLists.slice_request")
+def _() -> None:
+    """`vllm/scheduler.py` keeps a request's tokens until it sends several together, all of them before
+    the version of the weights changes, and skips the cache's blocks at tokens that neither begin nor
+    complete one.
+
+    If it changes: an error at the engine's start, or tokens that are missing or have the version of
+    later weights; `tests/test_scheduler.py`, and `tests/monarch/test_own_process.py` with real weights
+
+    Until: vLLM sends the tokens of FINAL_ONLY requests together
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    update = source(Scheduler.update_from_output)
+    assert "logprobs = model_runner_output.logprobs" in update
+    assert "new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))" in update
+    call = "self.kv_cache_manager.allocate_slots( request, num_new_tokens, num_lookahead_tokens=self.num_lookahead_tokens, )"
+    assert call in " ".join(source(Scheduler.schedule).split())
+    assert "or self.has_finished_requests()" in source(Scheduler.has_requests)
+    assert "not self.has_work()" in source(EngineCoreProc._pause_complete)
+    assert "Weight versions change only while generation is paused." in source(EngineCore._attach_weight_version)
 
 
 @row(

@@ -36,7 +36,7 @@ DEATH_TIMEOUT = 10.0
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """vLLM's error for a core killed at its start. The braces are empty for an unknown exit code."""
 
-SCHEDULER = "rl_actors.vllm.clean_blocks.scheduler"
+SCHEDULER = "rl_actors.vllm.scheduler.scheduler"
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
 """A process's pid, for those that it starts. Not set when CHILD begins in the core's process."""
 

@@ -16,11 +16,10 @@ from rl_actors.model_config import ModelConfig
 from rl_actors.processes import collector
 from rl_actors.seeds import hashed_seed
 from rl_actors.vllm import cpu, gpu, sleeping
-from rl_actors.vllm.core import Core, OwnProcess, core_of
+from rl_actors.vllm.core import Core, core_of
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # read when vLLM is imported
@@ -63,23 +62,14 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
     are wanted. Raises ValueError for a config that vLLM cannot run here.
     """
     core = core or core_of(config)
-    with _arguments(config, core) as arguments:
+    with arguments_of(config, core) as arguments:
         from vllm import EngineArgs, LLMEngine
 
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
-def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
-    """An AsyncLLM like `start_vllm`, in a process of its own, for benchmarks."""
-    with _arguments(config, OwnProcess()) as arguments:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-
-
 @contextlib.contextmanager
-def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
+def arguments_of(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
     """vLLM's arguments, around the start of the engine. Sets up the process."""
     machine = this_machine()
     machine.require_possible(config)
@@ -114,7 +104,7 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         served = adapters.served(ModelConfig.from_hf(directory))
         options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # the token that `_arguments` added has no position; safe, because it is never an input
+        # the token that `arguments_of` added has no position; safe, because it is never an input
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     return dict(
         model=directory,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rl_actors.processes.errors import sendable
 from rl_actors.transports.base import OpenVersion, Source
-from rl_actors.vllm import clean_blocks
 from rl_actors.vllm.in_place import Plan, is_possible, load_in_place, make_plan
+from rl_actors.vllm.scheduler import zero_new_blocks
 from rl_actors.vllm.start import this_machine
 
 if TYPE_CHECKING:
@@ -227,4 +227,4 @@ def is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
 
 # vLLM imports this module before a worker loads the model
 this_machine().prepare_worker()
-clean_blocks.zero_new_blocks()
+zero_new_blocks()
