@@ -65,6 +65,7 @@ def test_the_student_of_the_distillation_program_comes_near_its_teacher(tmp_path
     assert len(divergences) == 20 and divergences[0] > 0.5 and divergences[-1] < 0.1 * divergences[0], divergences
 
 
+@pytest.mark.slow
 def test_the_loop_in_the_readme_takes_the_flags_of_every_loop(tmp_path):
     (tmp_path / "my_loop.py").write_text(PROGRAMS[LOOP])
     shown = json.loads(run([sys.executable, "my_loop.py", "--steps", "3", "--dry-run"], tmp_path).stdout)

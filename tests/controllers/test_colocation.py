@@ -235,6 +235,7 @@ def gpu(monkeypatch) -> Gpu:
     return gpu
 
 
+@pytest.mark.slow
 def test_trainer_and_generator_take_turns_and_the_numbers_are_those_of_a_run_without_turns(gpu, tmp_path):
     usual = run_with(tmp_path / "usual", NearTrainer, RandomGenerator)
     turns = ColocationConfig(enabled=True, offload=("optimizer", "weights"))

@@ -142,6 +142,7 @@ def test_a_reward_that_raises_is_asked_for_again_and_the_error_has_its_exception
         assert scorer.num_replaced == 0  # the process still works, so the pool keeps it
 
 
+@pytest.mark.slow
 def test_async_rewards_come_from_this_process_and_all_other_kinds_from_the_workers(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("prompt,answer\n" + "".join(f"{n}+1,{n + 1}\n" for n in range(8)))

@@ -21,7 +21,7 @@ from rl_actors.clients.conversion import merge_outputs
 from rl_actors.config import DEGREES
 from rl_actors.types import ForwardBackwardOutput
 
-QUICK = {("FSDP2", "tied"), ("CP2", "tied"), ("TP2", "tied, drawn"), ("FSDP2, EP2", "experts")}
+QUICK = {("CP2", "tied"), ("TP2", "tied, drawn"), ("FSDP2, EP2", "experts")}
 # In a name the digit is a degree: FSDP2 is FSDP over two ranks. SP is sequence parallelism.
 TABLE = [  # name, parallelism, number of processes, name of the model
     ("FSDP2", layout(shard=2), 2, "tied"),

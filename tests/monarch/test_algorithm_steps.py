@@ -118,7 +118,10 @@ CHOICES = list(
 )
 
 
-@pytest.mark.parametrize("loss, correction, aggregation, advantage", CHOICES)
+@pytest.mark.parametrize(
+    "loss, correction, aggregation, advantage",
+    [*CHOICES[:3], *(pytest.param(*choices, marks=pytest.mark.slow) for choices in CHOICES[3:])],
+)
 def test_grpo_takes_five_steps_with_every_choice(take_steps, loss, correction, aggregation, advantage):
     lines = take_steps(
         *("--loss", loss, "--correction", correction, "--aggregation", aggregation, "--advantage", advantage)

@@ -82,6 +82,7 @@ def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
     assert one.losses[0] != pytest.approx(one.losses[2], rel=1e-3)  # the steps changed the weights
 
 
+@pytest.mark.slow
 def test_one_process_continues_from_a_checkpoint_of_fsdp2(numbers_of, make_engine):
     # `train` does not wait until the checkpoint is on disk, but the `close` of the trainer's client does.
     saved, path = numbers_of(2, 1)
