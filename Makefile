@@ -28,7 +28,7 @@ test: setup ## the quick tests, which take minutes
 test-all: setup ## every test that needs no GPU
 	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
 
-drills: setup ## runs whose processes are killed; ROUNDS=12 SEED=7; DRILL=resume, layouts or determinism is another drill
+drills: setup ## runs whose processes are killed; ROUNDS=12 SEED=7; DRILL=resume, layouts, determinism or scheduler is another
 	$(PYTHON_IN_VENV) -m tests.drills.$(or $(DRILL),drills) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 grpo: setup ## GRPO of a tiny model on two-digit addition

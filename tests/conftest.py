@@ -4,6 +4,7 @@ Because this file exists, pytest puts this folder on the import path, so tests c
 """
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -62,6 +63,18 @@ def command_line(monkeypatch, tmp_path, capsys):
         except SystemExit as error:
             status = error.code
         return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def dry_run(command_line):
+    """dry_run(*arguments of controllers.grpo) -> the JSON that `--dry-run` prints."""
+
+    def run(*arguments: object) -> dict:
+        status, out, err = command_line(*arguments, "--dry-run")
+        assert status == 0, err
+        return json.loads(out)
 
     return run
 

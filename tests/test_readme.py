@@ -86,14 +86,12 @@ def test_the_loop_in_the_readme_trains(tmp_path):
     assert "mine" in (tmp_path / "run/report.html").read_text()
 
 
-def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path, command_line):
+def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path, dry_run):
     source = tmp_path / "my_task.py"
     source.write_text(PROGRAMS[TASK])
     [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*my_task.*)$", README, re.MULTILINE)
     # --dry-run builds the task, and encodes its held-out problems and a thousand training problems.
-    status, out, err = command_line(*command.split(), "--dry-run")
-    assert status == 0, err
-    assert json.loads(out)["environment"]["task"] == "my_task:LargestDigit"
+    assert dry_run(*command.split())["environment"]["task"] == "my_task:LargestDigit"
     spec = importlib.util.spec_from_file_location("my_task", source)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -106,23 +104,19 @@ def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path, com
         assert task.reward(problem, problem.answer) == 1.0 and task.reward(problem, "") == 0.0
 
 
-def test_the_command_below_the_task_in_tasks_md_accepts_the_task(tmp_path, command_line):
+def test_the_command_below_the_task_in_tasks_md_accepts_the_task(tmp_path, dry_run):
     (tmp_path / "next_letter.py").write_text(PROGRAMS["letters"])
     [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*next_letter.*)$", DOCS["tasks.md"], re.MULTILINE)
-    status, out, err = command_line(*command.split(), "--dry-run")
-    assert status == 0, err
-    config = json.loads(out)
+    config = dry_run(*command.split())
     assert config["environment"]["task"] == "next_letter:NextLetter"
     assert config["alphabet"] == "=abcdefghijklmnopqrstuvwxyz" and config["trainer"]["model"]["vocab_size"] == 29
 
 
-def test_the_command_below_the_episode_in_episodes_md_accepts_the_episode(tmp_path, command_line):
+def test_the_command_below_the_episode_in_episodes_md_accepts_the_episode(tmp_path, dry_run):
     source = tmp_path / "counting.py"
     source.write_text(PROGRAMS["episode"])
     [command] = re.findall(r"^\.venv/bin/python -m controllers.grpo (.*counting.*)$", DOCS["episodes.md"], re.MULTILINE)
-    status, out, err = command_line(*command.split(), "--dry-run")
-    assert status == 0, err
-    config = json.loads(out)
+    config = dry_run(*command.split())
     assert config["environment"]["task"] == "counting:Counting" and config["alphabet"] == "+0123456789"
     module = runpy.run_path(str(source))
     task = module["Counting"](seed=0, num_held_out=1)

@@ -75,10 +75,8 @@ def test_the_page_has_commands_in_code_blocks_and_in_a_table():
 
 
 @pytest.mark.parametrize("arguments", commands(), ids=named)
-def test_a_command_of_the_page_is_accepted(arguments, command_line, here):
-    status, out, err = command_line(*arguments, "--dry-run")
-    assert status == 0, err
-    assert json.loads(out)["environment"]["num_held_out"] > 0
+def test_a_command_of_the_page_is_accepted(arguments, dry_run, here):
+    assert dry_run(*arguments)["environment"]["num_held_out"] > 0
 
 
 @pytest.mark.slow

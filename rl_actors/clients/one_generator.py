@@ -89,7 +89,9 @@ class OneGenerator(Ranks):
 
     async def finished_groups(self, call: int, at_least: int = 1) -> list[Group]:
         """The prompts that have finished since the last answer: `at_least`, or all that are left.
-        Aborts the call if the wait fails or is cancelled."""
+
+        Aborts the call if the wait fails or is cancelled.
+        """
         try:
             return await self._one("finished_groups", call, at_least, phase="generate")
         except BaseException:

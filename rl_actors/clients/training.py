@@ -19,6 +19,7 @@ from rl_actors.clients.model import ModelRanks, Session
 from rl_actors.losses import LogprobGradient, Loss, resolve
 from rl_actors.losses.custom import CustomLoss, ValueGradient, output_gradients
 from rl_actors.policy_trainer import PolicyTrainer
+from rl_actors.processes.races import awaited
 from rl_actors.types import (
     FIRST_TENANT,
     ForwardBackwardOutput,
@@ -218,7 +219,7 @@ class TrainingClient(Client):
         version = await session.first(PolicyTrainer.save_checkpoint, path, optimizer)
         written = asyncio.ensure_future(session.written(path))
         await asyncio.sleep(0)  # it begins before the answer, after which a `close` would refuse it
-        writing = in_background(asyncio.wait_for(written, None), f"{session.name}: writing {path}")
+        writing = in_background(awaited(written), f"{session.name}: writing {path}")
         session.ranks.writing = self._unwaited = writing
         return SavedCheckpoint(path=path, policy_version=version, wait=lambda: self._wait_for(writing))
 

@@ -9,7 +9,7 @@ OPEN = "open"
 BROKEN = "broken"
 INCONSISTENT = "inconsistent"
 
-_ANYTIME = {
+_IDLE_OR_OPEN = {
     "forward",
     "forward_backward",
     "discard_gradients",
@@ -21,8 +21,8 @@ _ANYTIME = {
 }
 # Calls that only read do not change the state. `info` is always legal.
 LEGAL = {
-    IDLE: _ANYTIME | {"save_checkpoint", "load_checkpoint", "pull_model_state_dict", "profile"},
-    OPEN: _ANYTIME | {"optim_step"},
+    IDLE: _IDLE_OR_OPEN | {"save_checkpoint", "load_checkpoint", "pull_model_state_dict", "profile"},
+    OPEN: _IDLE_OR_OPEN | {"optim_step"},
     BROKEN: {"discard_gradients"},
     INCONSISTENT: {"load_checkpoint", "pull_model_state_dict"},
 }

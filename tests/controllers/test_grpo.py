@@ -103,10 +103,8 @@ def test_trainer_and_generator_agree_on_every_logprob(finished_run):
     assert all(record["policy_lag"] == 0 and record["updates"] == 1 for record in trained)
 
 
-def test_a_new_run_can_start_from_the_config_of_a_run(finished_run, command_line, tmp_path):
-    status, out, err = command_line("--config", finished_run[0] / "config.json", "--output-dir", "again", "--dry-run")
-    assert status == 0, err
-    assert json.loads(out)["steps"] == 4
+def test_a_new_run_can_start_from_the_config_of_a_run(finished_run, dry_run, tmp_path):
+    assert dry_run("--config", finished_run[0] / "config.json", "--output-dir", "again")["steps"] == 4
     assert not (tmp_path / "again").exists()
 
 

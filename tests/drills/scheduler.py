@@ -7,7 +7,8 @@ import argparse
 import statistics
 import tempfile
 
-from tests.test_scheduler import MODEL, Simulation
+from rl_actors import ModelConfig
+from tests.test_scheduler import Simulation
 
 NEW_TOKENS = 128
 
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        MODEL.save(directory)
+        ModelConfig().save(directory)
         for num_requests in args.requests:
             times: dict[bool, list[float]] = {True: [], False: []}
             for _ in range(args.rounds):
