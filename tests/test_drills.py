@@ -48,34 +48,49 @@ def test_the_controller_accepts_the_flags_of_every_kind_of_round(kind, tmp_path)
         assert (config.transport == "memory") == (kind == "store")
 
 
-LINE = {"kind": "trainer", "sent": "kill", "second": "", "after_step": 3, "faults": [], "seconds": 10.0}
+LINE = {"kind": "trainer", "sent": "kill", "second": "", "after_step": 3, "faults": [], "seconds": 10.0, "start": 20.0}
 
 
 def test_the_table_separates_rounds_with_one_death_two_deaths_and_a_death_during_the_start():
     others = [LINE | {"seconds": 99.0, "second": "trainer"}, LINE | {"seconds": 89.0, "second": "critic"}]
-    others.append(LINE | {"seconds": 70.0, "after_step": -1})
+    others.append(LINE | {"seconds": 70.0, "start": None, "after_step": -1})
     [_, row] = table([LINE, LINE | {"seconds": 30.0}, *others, LINE | {"faults": ["x"]}], 20.0).splitlines()
-    assert row.split() == ["trainer", "kill", "6", "5", "10.0", "40", "30.0", "80", "94.0,", "99.0", "70.0,", "70.0"]
+    assert row.split() == [
+        "trainer",
+        "kill",
+        "6",
+        "5",
+        "0.50,",
+        "1.50",
+        "10.0,",
+        "30.0",
+        "94.0,",
+        "99.0",
+        "70.0,",
+        "70.0",
+    ]
 
 
-def test_the_bar_of_a_stopped_process_includes_the_silence_after_which_it_counts_as_dead():
-    [_, row] = table([LINE | {"sent": "stop", "kind": "engine"}], 25.0).splitlines()
-    assert row.split() == ["engine", "stop", "1", "1", "10.0", "45", "10.0", "65", "-,", "-", "-,", "-"]
+def test_the_silence_after_which_a_stopped_process_counts_as_dead_is_no_part_of_its_recovery():
+    [_, row] = table([LINE | {"sent": "stop", "kind": "engine", "seconds": 40.0}], 25.0).splitlines()
+    assert row.split() == ["engine", "stop", "1", "1", "0.75,", "0.75", "40.0,", "40.0", "-,", "-", "-,", "-"]
 
 
 def test_a_missed_bar_is_named_and_rounds_with_two_deaths_or_a_death_during_the_start_have_no_bar():
-    assert missed_bars([LINE, LINE | {"seconds": 79.0}, LINE | {"seconds": 40.0}], 20.0) == []
+    assert missed_bars([LINE, LINE | {"seconds": 39.0}, LINE | {"seconds": 20.0}], 20.0) == []
     assert missed_bars([LINE | {"seconds": 99.0, "second": "critic"}], 20.0) == []
-    assert missed_bars([LINE | {"seconds": 99.0, "after_step": -1}], 20.0) == []
-    late = [LINE | {"seconds": 41.0}, LINE | {"seconds": 81.0}, LINE | {"kind": "engine", "seconds": 20.5}]
+    assert missed_bars([LINE | {"seconds": 99.0, "start": None, "after_step": -1}], 20.0) == []
+    late = [LINE | {"seconds": 21.0}, LINE | {"seconds": 41.0}, LINE | {"kind": "engine", "seconds": 20.5}]
     assert missed_bars(late, 20.0) == [
-        "trainer kill: the median is 61.0 s, the bar 40 s",
-        "trainer kill: the worst is 81.0 s, the bar 80 s",
-        "engine kill: the median is 20.5 s, the bar 20 s",
+        "trainer kill: the median is 1.55 of the start, the bar 1.00",
+        "trainer kill: the worst is 2.05 of the start, the bar 2.00",
+        "engine kill: the median is 1.02 of the start, the bar 1.00",
     ]
     stopped = LINE | {"sent": "stop"}
-    assert missed_bars([stopped | {"seconds": 59.0}], 20.0) == []
-    assert missed_bars([stopped | {"seconds": 61.0}], 20.0) == ["trainer stop: the median is 61.0 s, the bar 60 s"]
+    assert missed_bars([stopped | {"seconds": 39.0}], 20.0) == []
+    assert missed_bars([stopped | {"seconds": 41.0}], 20.0) == [
+        "trainer stop: the median is 1.05 of the start, the bar 1.00"
+    ]
 
 
 def test_seconds_to_next_step_come_from_the_line_of_the_restart_or_else_from_the_next_recorded_step():

@@ -247,11 +247,10 @@ class Actors:
                     await asyncio.sleep(pause)
 
     def _share_gpus(self) -> bool:
-        config = self.config
-        return config.has_generator and (config.colocation.enabled or shares_gpu(config))
+        return self.config.has_generator and (self.config.colocation.enabled or shares_gpu(self.config))
 
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn trainer and generator if they are missing, and wait until all actors are ready."""
+        """Spawn missing actors, and wait until trainer and generator are ready."""
         generator = cast(GeneratorClient, None)  # without a generator the loop never uses it
         names = "trainer"
         if self.config.has_generator:
@@ -262,8 +261,12 @@ class Actors:
                     await self.spawn_trainer().offload(self.config.colocation.parts)
             generator = self.spawn_generator()  # before other trainers, because it takes longer
         trainer = self.spawn_trainer()
+        # on a GPU of the generator the loop spawns them later, because vLLM measures the free memory
+        for role, spawn in {"reference": self.spawn_reference, "critic": self.spawn_critic}.items():
+            if role in self.configs and not (self.config.has_generator and shares_gpu(self.config, role)):
+                spawn()
         with setup(f"starting {names}"):
-            await asyncio.gather(*(client.ready() for client in self.clients.values()))
+            await asyncio.gather(*(client.ready() for client in (trainer, generator) if client is not None))
         return trainer, generator
 
     async def close(self) -> None:
@@ -290,9 +293,9 @@ async def _end(task: asyncio.Task[T]) -> None:
         task.exception()  # asyncio prints a warning about an exception that no code has read
 
 
-def shares_gpu(config: "RunConfig") -> bool:
-    """True if the generator shares a GPU with a rank of the trainer."""
-    return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
+def shares_gpu(config: "RunConfig", role: str = "trainer") -> bool:
+    """True if the generator shares a GPU with a rank of this model."""
+    return torch.cuda.is_available() and overlap(config.models()[role].gpus(), config.generator.gpus())
 
 
 async def _opened_transport(config: "RunConfig", folder: RunFolder) -> Transport:

@@ -144,6 +144,8 @@ class RecordedGenerator:
     def __init__(self, before: BeforeCall, interruption: Interruption) -> None:
         self.before, self.interruption = before, interruption
 
+    async def ready(self): ...
+
     async def pull_model_state_dict(self, version):
         self.version = version
         return version

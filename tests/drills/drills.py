@@ -8,10 +8,10 @@ The run of a round must end with status 0, with all steps, and at the same posit
 trained on the same number of problems as the undisturbed run, and on no problem twice. A synchronous run must have trained on exactly the
 problems of the undisturbed run. No process and no shared memory may be left.
 
-The program also measures the seconds from the first signal to the record of the next step after the recovery. Each kind of process has an upper
-limit of these seconds, the bar (see BARS). The bars hold for rounds that send only one signal, after the actors have started. The median must
-not be above the bar, and the longest time must not be above twice the bar. After a SIGSTOP both limits are higher by the seconds of
-`--silent-after`. The exit status is 1 if a round has a fault. It is also 1 if a limit is exceeded, unless `--without-bars` is given.
+The program also measures the seconds from the first signal to the record of the next step after the recovery, and the seconds from the command to
+the first step of the same run, the start. In rounds that send only one signal, after the actors have started, the recovery has a limit, the bar:
+the median must not be above the multiple of the start in BARS, and the longest must not be above twice that. The `--silent-after` seconds after
+a SIGSTOP do not count. The exit status is 1 if a round has a fault. It is also 1 if a limit is exceeded, unless `--without-bars` is given.
 
 Every finished round writes a line to drills.jsonl in the folder that `--folder` names. If the program is interrupted, the same command runs the
 rounds that have no line yet.
@@ -47,8 +47,9 @@ LOOPS, MODES = ("grpo", "ppo"), ("sync", "async")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PROCESS_NAMES = {"store": "memory"}
 """Kind -> the name of the processes of this kind. A kind that is missing here is itself the name."""
-BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
-"""Kind -> limit of the median seconds from a kill to the next step. The longest time may be twice this limit."""
+BARS = dict.fromkeys(KINDS, 1.0) | {"store": 1.5}
+"""Kind -> limit of the median seconds from a kill to the next step, as a multiple of the start of the same run. The longest time may be twice
+this limit. After the death of the store all actors start again, also reference and critic, for which the start does not wait."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
 """The circumstances of a round. A SIGSTOP counts as a death, too. Only "one death" rounds have limits. In a "start" round the only death happens
 while the actors start. Such a round has no limit, because its seconds include the rest of the start."""
@@ -287,6 +288,7 @@ def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
     log, module = base / f"round-{drawn.number}.log", f"controllers.{drawn.loop}"
     found: list[str] = []
     seconds = None
+    started = time.time()
     with Controller(module, *arguments, "--output-dir", folder.path, log=log) as run, Watch(run, folder) as watch:
         try:
             moment = carry_out(drawn, watch)
@@ -308,6 +310,7 @@ def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
         **asdict(drawn),
         "faults": found,
         "seconds": seconds,
+        "start": watch.steps[0][0] - started if watch.steps else None,
         "wall": time.monotonic() - begin,
         "causes": causes,
     }
@@ -340,10 +343,16 @@ def circumstances_of(line: Record) -> str:
     return "start" if line["after_step"] < 0 else "one death"
 
 
-def bars(kind: str, sent: str, silent_after: float) -> tuple[float, float]:
-    """Limits of the median and of the longest seconds to the next step."""
+def shares_of_start(lines: Sequence[Record], kind: str, sent: str, silent_after: float) -> list[float]:
+    """Seconds to the next step over the start of the same run, of each round with this kind and signal and with one death.
+
+    The seconds of silence after which a stopped process counts as dead are left out.
+    """
     silence = silent_after if sent == "stop" else 0.0
-    return BARS[kind] + silence, 2 * BARS[kind] + silence
+    chosen = [
+        line for line in lines if (line["kind"], line["sent"], circumstances_of(line)) == (kind, sent, "one death")
+    ]
+    return [(line["seconds"] - silence) / line["start"] for line in chosen if line["seconds"] is not None]
 
 
 def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
@@ -351,44 +360,41 @@ def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
     missed = []
     for kind in KINDS:
         for sent in SIGNALS:
-            seconds = seconds_of(lines, kind, sent, "one death")
-            if not seconds:
+            shares = shares_of_start(lines, kind, sent, silent_after)
+            if not shares:
                 continue
-            of_median, of_worst = bars(kind, sent, silent_after)
-            if (median := statistics.median(seconds)) > of_median:
-                missed.append(f"{kind} {sent}: the median is {median:.1f} s, the bar {of_median:.0f} s")
-            if (worst := max(seconds)) > of_worst:
-                missed.append(f"{kind} {sent}: the worst is {worst:.1f} s, the bar {of_worst:.0f} s")
+            bar = BARS[kind]
+            for name, share, limit in (("median", statistics.median(shares), bar), ("worst", max(shares), 2 * bar)):
+                if share > limit:
+                    missed.append(f"{kind} {sent}: the {name} is {share:.2f} of the start, the bar {limit:.2f}")
     return missed
 
 
 def table(lines: Sequence[Record], silent_after: float) -> str:
     """The results as a table with a row for each kind and signal.
 
-    The column "rounds" has the number of rounds, and "whole" the number of rounds without a fault. Then come the median and the longest ("worst")
-    seconds to the next step in rounds with one death, each with its limit ("bar"). The last two columns have the median and the longest seconds
-    in rounds without limits: rounds with two deaths, and rounds with a death during the start.
+    The column "rounds" has the number of rounds, and "whole" the number of rounds without a fault. Then come the median and the longest seconds to
+    the next step in rounds with one death, and the same without the silence as multiples of the start, which have limits. The last two columns
+    have the median and the longest seconds in rounds without limits: rounds with two deaths, and rounds with a death during the start.
     """
-    columns = f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'bar s':>6} {'worst s':>8} {'bar s':>6}"
-    rows = [f"{columns}   {'two deaths':>12}   {'start':>12}"]
+    circumstances = "".join(f"   {each:>12}" for each in CIRCUMSTANCES)
+    rows = [f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6}   {'of the start':>12}{circumstances}"]
     for kind in KINDS:
         for sent in SIGNALS:
             of_kind = [line for line in lines if (line["kind"], line["sent"]) == (kind, sent)]
             if not of_kind:
                 continue
             whole = sum(not line["faults"] for line in of_kind)
-            of_median, of_worst = bars(kind, sent, silent_after)
-            cells = {each: _median_and_worst(seconds_of(lines, kind, sent, each)) for each in CIRCUMSTANCES}
-            median, worst = cells["one death"]
-            row = f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6} {median:>9} {of_median:>6.0f} {worst:>8} {of_worst:>6.0f}"
-            for each in ("two deaths", "start"):
-                row += f"   {'{:>5}, {:>5}'.format(*cells[each]):>12}"
+            row = f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6}"
+            row += f"   {_median_and_worst(shares_of_start(lines, kind, sent, silent_after), 2):>12}"
+            for each in CIRCUMSTANCES:
+                row += f"   {_median_and_worst(seconds_of(lines, kind, sent, each), 1):>12}"
             rows.append(row)
     return "\n".join(rows)
 
 
-def _median_and_worst(seconds: Sequence[float]) -> tuple[str, str]:
-    return (f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("-", "-")
+def _median_and_worst(values: Sequence[float], digits: int) -> str:
+    return f"{statistics.median(values):.{digits}f}, {max(values):.{digits}f}" if values else "-, -"
 
 
 def main() -> None:
@@ -439,6 +445,9 @@ def main() -> None:
         took = "" if line["seconds"] is None else f", {line['seconds']:.1f} s to the next step"
         print(f"round {number} {drawn.variant} {drawn}: {outcome}{took} ({line['wall']:.0f} s)", flush=True)
     lines = [line for line in read_jsonl(file) if line["number"] < args.rounds]
+    print(
+        "median and longest: of the recovery as a multiple of the start, and in seconds from the signal to the next step"
+    )
     print(table(lines, args.silent_after))
     missed = missed_bars(lines, args.silent_after)
     for text in missed:
