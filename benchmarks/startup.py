@@ -3,10 +3,11 @@
 python -m benchmarks startup                                  # three starts
 python -m benchmarks startup --whole                          # three whole runs
 python -m benchmarks startup --whole --seeds 0 1 2 3 4        # one whole run with each seed
+python -m benchmarks startup --model 0_6b                     # three starts on a GPU with full caches
 
-Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The files that a run
-writes show when each part ends. The part `imports` begins with the command. `spawn`, `engines` and `first_step` each begin when the part
-before ends:
+Without `--whole` a run has one supervised step (with `--model` none) and one GRPO step. Further flags are passed on to the controller. With
+`--model` one more run before the others fills the caches of compiled kernels. The files that a run writes show when each part ends. The part
+`imports` begins with the command. `spawn`, `engines` and `first_step` each begin when the part before ends:
 
 - imports: until config.json exists. The run has then checked the config, and built the task and the tokenizer.
 - spawn: until the log files of trainer and generator exist.
@@ -25,7 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import results
+from benchmarks.harness import loop_run, results
+from configs.qwen3 import MODELS
 from controllers.observe.run_folder import RunFolder, read_jsonl
 
 POLL = 0.01  # seconds between two checks of a run's files
@@ -38,9 +40,9 @@ def measure(command: Sequence[str], folder: RunFolder) -> dict[str, float]:
     """Run a command that trains in `folder`, and return the times that PARTS lists. Raises SystemExit if the command fails."""
     begun = time.time()  # the clock of the files' modification times
     process = subprocess.Popen(command)
-    logs = [folder.log("trainer-0"), folder.log("generator-0")]
     configured = _wait(process, lambda: folder.config.exists()) - begun
-    spawned = _wait(process, lambda: all(log.exists() for log in logs)) - begun
+    logs = folder.path / "logs"
+    spawned = _wait(process, lambda: any(logs.glob("trainer-*.log")) and any(logs.glob("generator-*.log"))) - begun
     first_line = _wait(process, lambda: bool(read_jsonl(folder.metrics))) - begun
     status = process.wait()
     seconds = time.time() - begun
@@ -79,18 +81,36 @@ def main() -> None:
     parser.add_argument(
         "--whole", action="store_true", help="whole runs instead of runs of one supervised step and one GRPO step"
     )
+    parser.add_argument("--model", choices=["tiny", *MODELS], default="tiny", help="as `--config qwen3_…_one_gpu`")
     options, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="startup_") as directory:
+        measure_all(options, flags, Path(directory))
+
+
+def command_of(options: argparse.Namespace, seed: int, folder: RunFolder, weights: Path) -> list[str]:
+    command = [sys.executable, "-m", "controllers.grpo", "--seed", str(seed)]
+    if options.model == "tiny":
+        return [*command, "--config", "tiny", "--output-dir", str(folder.path), *(() if options.whole else SHORT)]
+    if not weights.is_dir():
+        weights.mkdir()
+        loop_run.write_model(MODELS[options.model], weights)
+    settings = loop_run.settings_of(options.model, str(weights), steps=1)
+    return [*command, *loop_run.flags_of(settings, f"qwen3_{options.model}_one_gpu", 0, folder.path)]
+
+
+def measure_all(options: argparse.Namespace, flags: Sequence[str], directory: Path) -> None:
     runs: list[dict[str, float]] = []
     accuracies: list[float] = []
     steps: list[int] = []
-    for seed in options.seeds:
-        with tempfile.TemporaryDirectory(prefix="startup_") as directory:
-            folder = RunFolder(Path(directory) / "run")
-            command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--seed", str(seed)]
-            command += ["--output-dir", str(folder.path), *(() if options.whole else SHORT), *flags]
-            runs.append(measure(command, folder))
-            accuracies.append(round(accuracy(folder), 3))
-            steps.append(read_jsonl(folder.metrics)[-1]["step"])
+    if options.model != "tiny":
+        first = RunFolder(directory / "first")
+        filled = measure([*command_of(options, 0, first, directory / "weights"), *flags], first)
+        print(f"with the caches as they were: first line after {filled['first_line']:.1f} s", flush=True)
+    for number, seed in enumerate(options.seeds):
+        folder = RunFolder(directory / f"run-{number}")
+        runs.append(measure([*command_of(options, seed, folder, directory / "weights"), *flags], folder))
+        accuracies.append(round(accuracy(folder), 3))
+        steps.append(read_jsonl(folder.metrics)[-1]["step"])
         times = ", ".join(f"{part} {runs[-1][part]:.1f} s" for part in PARTS)
         print(f"seed {seed}: {steps[-1]} steps, {times}, accuracy {accuracies[-1]}", flush=True)
     figures: dict[str, Any] = {part: round(median(run[part] for run in runs), 2) for part in PARTS}
@@ -104,6 +124,8 @@ def main() -> None:
     else:
         parts = ", ".join(f"{part.replace('_', ' ')} {figures[part]:.1f} s" for part in PARTS[:4])
         text += f" ({parts}); closing {figures['closing']:.1f} s"
+    if options.model != "tiny":
+        name = f"{options.model} {name}"
     results.add("startup", name + ", changed" * bool(flags), figures, text)
 
 

@@ -20,7 +20,6 @@ from rl_actors.texts import stop_token_ids
 
 SHARED_GPU_PARAMETERS = 3_000_000_000  # largest model for which engines share a GPU by default
 SHARED_GPU_SEQUENCES = 128  # least max_num_seqs for two engines on a GPU
-THREE_ENGINES_SEQUENCES = 768  # and for three
 SHARED_GPU_CORES = 8  # least cores of the host for engines that share a GPU
 
 MAX_VLLM_RANK = 512
@@ -453,8 +452,7 @@ class GeneratorConfig:
             return 1, f"generator.max_num_seqs={self.max_num_seqs} is below {SHARED_GPU_SEQUENCES}"
         if cores < SHARED_GPU_CORES:
             return 1, f"{cores} cores are below {SHARED_GPU_CORES}"
-        count = 3 if self.max_num_seqs >= THREE_ENGINES_SEQUENCES else 2
-        return count, f"{size / 1e9:.1f} billion parameters, {self.max_num_seqs} sequences, {cores} cores"
+        return 2, f"{size / 1e9:.1f} billion parameters, {self.max_num_seqs} sequences, {cores} cores"
 
     @property
     def has_adapters(self) -> bool:

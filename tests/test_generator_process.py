@@ -111,7 +111,7 @@ def test_engines_of_a_replica_share_its_gpus_and_divide_sequences_and_memory(mon
     "fields, number, why",
     [
         ({}, 2, "0.6 billion parameters, 256 sequences, 16 cores"),
-        ({"max_num_seqs": 1024}, 3, "0.6 billion parameters, 1024 sequences, 16 cores"),
+        ({"max_num_seqs": 1024}, 2, "0.6 billion parameters, 1024 sequences, 16 cores"),
         ({"max_num_seqs": 64}, 1, "generator.max_num_seqs=64 is below 128"),
         ({"tensor_parallel": 2}, 1, "generator.tensor_parallel=2"),
         ({"model": MODELS["8b"]}, 1, "8.2 billion parameters keep the GPU busy"),

@@ -400,6 +400,13 @@ TABLE = {
         line="start",
         at_most={"first_line": 15},
     ),
+    "startup-0_6b": TableRow(
+        what=f"the start of a run whose kernels were compiled before, from the command to its first step: {_model('0_6b')}, median of all starts but the first",
+        num_gpus=1,
+        command=("startup", "--model", "0_6b"),
+        line="0_6b start",
+        at_most={"first_line": 60},
+    ),
     "make-grpo-cpu": TableRow(
         what="the whole run of `make grpo`, median of three",
         num_gpus=0,
