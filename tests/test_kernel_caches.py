@@ -1,5 +1,8 @@
 """Tests of the environment that tells packages where to keep compiled kernels."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from rl_actors.processes import kernel_caches
 
 @pytest.fixture(autouse=True)
 def no_caches(monkeypatch):
-    for name in (kernel_caches.VARIABLE, *kernel_caches.FOLDERS, *kernel_caches.SWITCHES):
+    for name in (kernel_caches.VARIABLE, *kernel_caches.FOLDERS, *kernel_caches.SWITCHES, kernel_caches.NO_BYTECODE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -28,6 +31,19 @@ def test_a_variable_of_the_user_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
     found = kernel_caches.environment()
     assert "TRITON_CACHE_DIR" not in found and "VLLM_CACHE_ROOT" in found
+
+
+PRINTS_CACHED = "import json.tool; print(json.tool.__cached__)"
+
+
+def test_where_python_may_not_write_bytecode_beside_the_modules_it_is_kept_with_the_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv(kernel_caches.VARIABLE, str(tmp_path))
+    assert "PYTHONPYCACHEPREFIX" not in kernel_caches.environment()
+    monkeypatch.setenv(kernel_caches.NO_BYTECODE, "1")
+    environment = os.environ | kernel_caches.environment()
+    printed = subprocess.run([sys.executable, "-c", PRINTS_CACHED], env=environment, capture_output=True, text=True)
+    file = Path(printed.stdout.strip())
+    assert file.is_relative_to(tmp_path / "bytecode") and file.is_file()
 
 
 def test_torchs_own_folder_is_not_taken_for_the_users(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Folders in which torch, Triton, vLLM and FlashAttention 4 keep compiled kernels for later processes."""
+"""Folders in which torch, Triton, vLLM, FlashAttention 4 and Python keep what they compile for later processes."""
 
 import logging
 import os
@@ -14,6 +14,7 @@ FOLDERS = {
     "QUACK_CACHE_DIR": "quack",
 }
 SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # by default every process compiles anew
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 TORCHS_OWN = "torchinductor_"  # prefix of the name of torch's folder in /tmp
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ def environment() -> dict[str, str]:
         logger.info("no folder for compiled kernels: %s", error)
         return {}
     wanted = SWITCHES | {name: str(folder / part) for name, part in FOLDERS.items()}
+    if os.environ.get(NO_BYTECODE):  # set by many images: every process would compile all modules again
+        wanted |= {NO_BYTECODE: "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
     # torch itself sets its variable, in a process that has asked for its folder
     given = {name for name in wanted if not Path(os.environ.get(name, TORCHS_OWN)).name.startswith(TORCHS_OWN)}
+    given -= {NO_BYTECODE}
     return {name: value for name, value in wanted.items() if name not in given}
