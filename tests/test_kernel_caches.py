@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -38,8 +39,13 @@ PRINTS_CACHED = "import json.tool; print(json.tool.__cached__)"
 
 def test_where_python_may_not_write_bytecode_beside_the_modules_it_is_kept_with_the_kernels(monkeypatch, tmp_path):
     monkeypatch.setenv(kernel_caches.VARIABLE, str(tmp_path))
+    found = SimpleNamespace(cached=str(tmp_path / "torch.pyc"))
+    monkeypatch.setattr(kernel_caches, "find_spec", lambda name: found)
     assert "PYTHONPYCACHEPREFIX" not in kernel_caches.environment()
     monkeypatch.setenv(kernel_caches.NO_BYTECODE, "1")
+    (tmp_path / "torch.pyc").touch()  # the packages were compiled when they were installed
+    assert "PYTHONPYCACHEPREFIX" not in kernel_caches.environment()
+    (tmp_path / "torch.pyc").unlink()
     environment = os.environ | kernel_caches.environment()
     printed = subprocess.run([sys.executable, "-c", PRINTS_CACHED], env=environment, capture_output=True, text=True)
     file = Path(printed.stdout.strip())

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 VARIABLE = "RL_ACTORS_CACHE"
@@ -34,7 +35,8 @@ def environment() -> dict[str, str]:
         logger.info("no folder for compiled kernels: %s", error)
         return {}
     wanted = SWITCHES | {name: str(folder / part) for name, part in FOLDERS.items()}
-    if os.environ.get(NO_BYTECODE):  # set by many images: every process would compile all modules again
+    # in many images: packages without bytecode, so every process would compile all modules again
+    if os.environ.get(NO_BYTECODE) and not Path(str(find_spec("torch").cached)).is_file():  # type: ignore[union-attr]
         wanted |= {NO_BYTECODE: "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
     # torch itself sets its variable, in a process that has asked for its folder
     given = {name for name in wanted if not Path(os.environ.get(name, TORCHS_OWN)).name.startswith(TORCHS_OWN)}
