@@ -46,7 +46,7 @@ def test_a_run_trains_critic_and_policy_and_reports_both(folder):
     assert warm_up["policy_version"] is None and first["policy_version"] == 2 + 6
     assert last["critic/explained_variance"] is not None and last["eval/reward"] is not None
     page = (folder / "report.html").read_text()
-    assert "Variance that the critic explains" in page and "Values and returns" in page
+    assert "Variance of the returns that the critic explains" in page and "Values and returns" in page
 
 
 def test_a_resumed_run_restores_policy_critic_and_data_and_ends_with_the_same_metrics(folder, tmp_path):
@@ -73,7 +73,7 @@ def test_a_run_with_stale_rollouts_and_the_reference_kl_in_the_reward_finishes(t
 
 
 def test_a_run_whose_trainer_and_generator_take_turns_in_memory_has_the_usual_metrics(folder, tmp_path):
-    run("--config", "tiny_ppo", *FLAGS.split(), "--colocate", "--output-dir", str(tmp_path / "run"))
+    run("--config", "tiny_ppo", *FLAGS.split(), "--colocation.enabled", "True", "--output-dir", str(tmp_path / "run"))
     usual, turns = read_jsonl(folder / "metrics.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
     moves = ("offload/", "onload/", "sleep/", "wake/", "weights/")
     for records in (usual, turns):
