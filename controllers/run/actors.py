@@ -103,7 +103,7 @@ class Actors:
             stop_token_ids=own.stop_token_ids if given.stop_token_ids is None else given.stop_token_ids,
             tokenizer_path=given.tokenizer_path or own.tokenizer_path,
             restarts=self.config.survival.policy(),
-            shares_gpu=self._share_gpus() and not self.config.colocation.enabled,
+            shares_gpu=shares_gpu(self.config) and not self.config.colocation.enabled,
         )
 
     def _open_transport(self) -> None:
@@ -215,7 +215,7 @@ class Actors:
             raise StartAgainError(cause, lost)
         roles = {*self.deaths, *others}
         # all actors have the address of a dead store, so all must be spawned again
-        if "store" in roles or self._share_gpus():
+        if "store" in roles or self.config.colocation.enabled or shares_gpu(self.config):
             roles |= self.clients.keys()
         self.deaths = {}
         ends = []
@@ -246,9 +246,6 @@ class Actors:
                     await self.kill_for_restart()
                     await asyncio.sleep(pause)
 
-    def _share_gpus(self) -> bool:
-        return self.config.has_generator and (self.config.colocation.enabled or shares_gpu(self.config))
-
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
         """Spawn missing actors, and wait until trainer and generator are ready."""
         generator = cast(GeneratorClient, None)  # without a generator the loop never uses it
@@ -261,9 +258,8 @@ class Actors:
                     await self.spawn_trainer().offload(self.config.colocation.parts)
             generator = self.spawn_generator()  # before other trainers, because it takes longer
         trainer = self.spawn_trainer()
-        # on a GPU of the generator the loop spawns them later, because vLLM measures the free memory
         for role, spawn in {"reference": self.spawn_reference, "critic": self.spawn_critic}.items():
-            if role in self.configs and not (self.config.has_generator and shares_gpu(self.config, role)):
+            if role in self.configs and not shares_gpu(self.config, role):  # else later: vLLM measures free memory
                 spawn()
         with setup(f"starting {names}"):
             await asyncio.gather(*(client.ready() for client in (trainer, generator) if client is not None))
@@ -295,7 +291,8 @@ async def _end(task: asyncio.Task[T]) -> None:
 
 def shares_gpu(config: "RunConfig", role: str = "trainer") -> bool:
     """True if the generator shares a GPU with a rank of this model."""
-    return torch.cuda.is_available() and overlap(config.models()[role].gpus(), config.generator.gpus())
+    is_possible = config.has_generator and torch.cuda.is_available()
+    return is_possible and overlap(config.models()[role].gpus(), config.generator.gpus())
 
 
 async def _opened_transport(config: "RunConfig", folder: RunFolder) -> Transport:

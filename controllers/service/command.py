@@ -26,7 +26,7 @@ from controllers.observe.run_folder import RunFolder
 from controllers.program import cli
 from controllers.program.launch import SHUTDOWN_TIMEOUT
 from controllers.rollouts.tokenizer import build_character_tokenizer
-from controllers.run.actors import Actors
+from controllers.run.actors import Actors, shares_gpu
 from controllers.run.config import RunConfig
 from controllers.service.door import Listener, spawn_coordinator
 from controllers.service.members import GeneratorMember, Member, ModelMember
@@ -228,13 +228,16 @@ def _end(ending: Ending, status: int, reason: str) -> None:
 
 async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
     """Spawn the config's actors, by the names that clients ask for, and wait until they are ready."""
-    generator = actors.spawn_generator() if has_generator else None  # first, because it takes longest
+    generator = None  # on a shared GPU it starts last, because vLLM measures the free memory at its start
+    if has_generator and not shares_gpu(config):
+        generator = actors.spawn_generator()  # else first, because it takes longest
     trainer = actors.spawn_trainer()
     critic = actors.spawn_critic() if config.has_critic else None
     members: dict[str, Member] = {"trainer": ModelMember(trainer, await trainer.info())}
     if critic is not None:
         members["value_trainer"] = ModelMember(critic, await critic.info())
-    if generator is not None:
+    if has_generator:
+        generator = generator or actors.spawn_generator()
         await generator.ready()
         members["generator"] = GeneratorMember(generator)
     return members

@@ -330,11 +330,11 @@ def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder
     return folder
 
 
-def seconds_of(lines: Sequence[Record], kind: str, sent: str, circumstances: str) -> list[float]:
-    """Seconds to the next step, of each round with this kind, this signal and these circumstances (one of CIRCUMSTANCES)."""
+def recovered(lines: Sequence[Record], kind: str, sent: str, circumstances: str) -> list[Record]:
+    """The rounds with this kind, this signal, these circumstances (one of CIRCUMSTANCES) and a step after the first signal."""
     wanted = (kind, sent, circumstances)
     chosen = [line for line in lines if (line["kind"], line["sent"], circumstances_of(line)) == wanted]
-    return [line["seconds"] for line in chosen if line["seconds"] is not None]
+    return [line for line in chosen if line["seconds"] is not None]
 
 
 def circumstances_of(line: Record) -> str:
@@ -349,10 +349,7 @@ def shares_of_start(lines: Sequence[Record], kind: str, sent: str, silent_after:
     The seconds of silence after which a stopped process counts as dead are left out.
     """
     silence = silent_after if sent == "stop" else 0.0
-    chosen = [
-        line for line in lines if (line["kind"], line["sent"], circumstances_of(line)) == (kind, sent, "one death")
-    ]
-    return [(line["seconds"] - silence) / line["start"] for line in chosen if line["seconds"] is not None]
+    return [(line["seconds"] - silence) / line["start"] for line in recovered(lines, kind, sent, "one death")]
 
 
 def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
@@ -373,9 +370,9 @@ def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
 def table(lines: Sequence[Record], silent_after: float) -> str:
     """The results as a table with a row for each kind and signal.
 
-    The column "rounds" has the number of rounds, and "whole" the number of rounds without a fault. Then come the median and the longest seconds to
-    the next step in rounds with one death, and the same without the silence as multiples of the start, which have limits. The last two columns
-    have the median and the longest seconds in rounds without limits: rounds with two deaths, and rounds with a death during the start.
+    The column "rounds" has the number of rounds, and "whole" the number of rounds without a fault. The other columns
+    have a median and a longest value: of the rounds with one death as multiples of the start, without the silence, which have limits (BARS);
+    then the seconds to the next step in rounds with one death, with two deaths, and with a death during the start.
     """
     circumstances = "".join(f"   {each:>12}" for each in CIRCUMSTANCES)
     rows = [f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6}   {'of the start':>12}{circumstances}"]
@@ -388,7 +385,8 @@ def table(lines: Sequence[Record], silent_after: float) -> str:
             row = f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6}"
             row += f"   {_median_and_worst(shares_of_start(lines, kind, sent, silent_after), 2):>12}"
             for each in CIRCUMSTANCES:
-                row += f"   {_median_and_worst(seconds_of(lines, kind, sent, each), 1):>12}"
+                seconds = [line["seconds"] for line in recovered(lines, kind, sent, each)]
+                row += f"   {_median_and_worst(seconds, 1):>12}"
             rows.append(row)
     return "\n".join(rows)
 
