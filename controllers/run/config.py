@@ -139,7 +139,7 @@ class RunConfig:
         "--model": "--trainer.hf-path",
         "--task": "--environment.task",
         "--hosts": "--hosts.addresses",
-        "--colocate": "--colocate",
+        "--colocate": "--colocation.enabled",
     }
     """Short flag -> full flag."""
     has_generator: ClassVar[bool] = True

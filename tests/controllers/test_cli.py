@@ -459,6 +459,14 @@ def test_print_config_prints_json_that_is_read_as_the_same_config(capsys, monkey
 
 
 @pytest.mark.parametrize("controller", configs.CONFIGS)
+def test_every_short_flag_is_short_for_a_field(controller):
+    config = next(iter(configs.CONFIGS[controller].values()))()
+    fields = {f"--{name.replace('_', '-')}" for name in config_file.leaves_of(config)}
+    assert len(config.short_flags) >= 4
+    assert set(config.short_flags.values()) <= fields
+
+
+@pytest.mark.parametrize("controller", configs.CONFIGS)
 def test_every_config_is_valid_or_names_the_missing_flag_and_no_two_share_a_model(controller):
     made = {name: make() for name, make in configs.CONFIGS[controller].items()}
     of_a_user = {

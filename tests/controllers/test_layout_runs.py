@@ -40,7 +40,7 @@ class RecordingGenerator(rl_actors.GeneratorClient):
 
     def generate(self, prompts, params=None):
         call = super().generate(prompts, params)
-        self.replay_buffer.append(call)
+        self.recording.append(call)
         return call
 
     generate_each = AnswersEach.generate_each

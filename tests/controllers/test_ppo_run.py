@@ -73,7 +73,7 @@ def test_a_run_with_stale_rollouts_and_the_reference_kl_in_the_reward_finishes(t
 
 
 def test_a_run_whose_trainer_and_generator_take_turns_in_memory_has_the_usual_metrics(folder, tmp_path):
-    run("--config", "tiny_ppo", *FLAGS.split(), "--colocation.enabled", "--output-dir", str(tmp_path / "run"))
+    run("--config", "tiny_ppo", *FLAGS.split(), "--colocate", "--output-dir", str(tmp_path / "run"))
     usual, turns = read_jsonl(folder / "metrics.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
     moves = ("offload/", "onload/", "sleep/", "wake/", "weights/")
     for records in (usual, turns):
