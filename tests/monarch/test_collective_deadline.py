@@ -16,7 +16,7 @@ from rl_actors import TrainerClient
 from rl_actors.clients.base import ActorSilentError
 from rl_actors.losses import CrossEntropy
 
-DEADLINE = 3.0  # seconds of collective_timeout
+DEADLINE = 30.0  # seconds of collective_timeout, many times what a rank of this model waits on a busy machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ def test_a_rank_that_stops_during_a_call_is_named_at_the_collective_timeout(layo
             trainer.forward_backward(support.random_samples(), loss=StopsTheLastRank()).result(GUARD)
         assert failure.value.actor == "trainer"
         assert str(failure.value).startswith(
-            "trainer: rank 0 waited longer than collective_timeout=3 s for another rank, during forward_backward; "
+            "trainer: rank 0 waited longer than collective_timeout=30 s for another rank, during forward_backward; "
             f"{last} did not answer for "
         )
-        assert "Timed out waiting 3000ms" in "".join(failure.value.__cause__.__notes__)
+        assert "Timed out waiting 30000ms" in "".join(failure.value.__cause__.__notes__)
         with pytest.raises(RuntimeError, match="rank 0 waited longer"):
             trainer.info().result(GUARD)
     finally:
